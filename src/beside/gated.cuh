@@ -51,7 +51,12 @@ __device__ void gated_chunks(GatedParams const& p) {
   Chunk<T, Width> gate[Count], up[Count];
   T const *first_gate = static_cast<T const*>(p.gate) + at(0, p.gate_stride),
           *first_up = static_cast<T const*>(p.up) + at(0, p.up_stride);
-  begin_rows_at(all > 0, first_gate, first_up);
+  auto const prefetch = [&] {
+    if (first >= all) return;
+    prefetch_to_l2(first_gate);
+    prefetch_to_l2(first_up);
+  };
+  wait_prefetching(all > 0, p.early, prefetch, first_gate, first_up);
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
     if (first + n * step >= all) continue;
@@ -78,7 +83,14 @@ __device__ void gated_chunks(GatedBackwardParams const& p) {
   T const *first_gate = static_cast<T const*>(p.gate) + at(0, p.gate_stride),
           *first_up = static_cast<T const*>(p.up) + at(0, p.up_stride),
           *first_dout = static_cast<T const*>(p.dout) + at(0, p.dout_stride);
-  begin_rows_at(all > 0, first_gate, first_up, first_dout);
+  auto const prefetch = [&] {
+    if (first >= all) return;
+    prefetch_to_l2(first_gate);
+    prefetch_to_l2(first_up);
+    prefetch_to_l2(first_dout);
+  };
+  start_dependents();  // so late where blocks share SMs: those that start before gather on the SMs that are free first
+  wait_prefetching(all > 0, p.early, prefetch, first_gate, first_up, first_dout);
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
     if (first + n * step >= all) continue;
@@ -122,11 +134,13 @@ __device__ void gated_any(Params const& p) {
 
 template <class T, int Vectors = GatedParams::kVectors>
 __device__ void gated(GatedParams const& p) {
+  start_dependents();
   gated_any<T, Vectors>(p);
 }
 
 template <class T, int Vectors = GatedBackwardParams::kVectors>
 __device__ void gated_backward(GatedBackwardParams const& p) {
+  if (p.alone) start_dependents();
   gated_any<T, Vectors>(p);
 }
 

@@ -90,10 +90,17 @@ void prepare_gated(Params& p, bool aligned, int bytes) {
   p.by_chunks = Divisor(p.chunks);
 }
 
+/// Blocks as small as leave each an SM of its own: a few vectors are bound by what becomes of one.
 template <class Params>
-dim3 grid_of_gated(Params const& p, int threads) {
-  int const each = threads * (p.aligned ? Params::kVectors : Params::kElements);
-  return dim3(unsigned((int64_t(p.rows) * p.chunks + each - 1) / each));
+void launch_gated(Row const& row, Params& p, int device, cudaStream_t stream) {
+  constexpr int kFewest = 64;
+  int const each = p.aligned ? Params::kVectors : Params::kElements;
+  int64_t const wanted = (int64_t(p.rows) * p.chunks + each - 1) / each;
+  int threads = kFewest;
+  while (threads < row.threads() && wanted > int64_t(gpu_of(device).sms) * threads) threads *= 2;
+  dim3 const grid(unsigned((wanted + threads - 1) / threads));
+  set_places(p, grid.x, threads, device);
+  launch_kernel(row, grid, &p, device, stream, threads);
 }
 
 }  // namespace
@@ -110,7 +117,9 @@ void launch(Row const& row, RmsNormParams const& params, int device, cudaStream_
   p.many = int64_t(p.rows) * chunks >= kMany || chunks > row.threads();
   share(p, vectors, bytes, row.threads(), p.many ? RmsNormParams::kVectors : 1);
   int const threads = std::max(kHelperThreads, 1 << p.lanes_log2);
-  launch_kernel(row, dim3(unsigned(blocks_of(p.rows, p.lanes_log2, threads))), &p, device, stream, threads);
+  dim3 const grid(unsigned(blocks_of(p.rows, p.lanes_log2, threads)));
+  set_places(p, grid.x, threads, device);
+  launch_kernel(row, grid, &p, device, stream, threads);
 }
 
 void launch(Row const& row, RmsNormBackwardParams const& params, int device, cudaStream_t stream) {
@@ -142,6 +151,7 @@ void launch(Row const& row, RmsNormBackwardParams const& params, int device, cud
   int64_t const grid = int64_t(p.row_blocks) + (p.dweight && !sums ? beside : 0);
   require(grid <= INT_MAX, [] { return "rms_norm_backward takes fewer rows"; });
   int const smem_bytes = kept ? ask_ahead(p, row, row.threads(), kVectors * (p.dsum ? 3 : 2), turns) : 0;
+  set_places(p, unsigned(grid), row.threads(), device);
   launch_kernel(row, dim3(unsigned(grid)), &p, device, stream, row.threads(), smem_bytes);
   if (!sums) return;
   launch_kernel(helper(Family::rms_norm_weights, row.dtype(), row.arch()),
@@ -154,7 +164,7 @@ void launch(Row const& row, GatedParams const& params, int device, cudaStream_t 
   bool const vectors =
       prepare(p, {{p.gate, p.gate_stride, bytes}, {p.up, p.up_stride, bytes}, {p.out, p.out_stride, bytes}});
   prepare_gated(p, vectors, bytes);
-  launch_kernel(row, grid_of_gated(p, row.threads()), &p, device, stream);
+  launch_gated(row, p, device, stream);
 }
 
 void launch(Row const& row, GatedBackwardParams const& params, int device, cudaStream_t stream) {
@@ -167,7 +177,7 @@ void launch(Row const& row, GatedBackwardParams const& params, int device, cudaS
                                    {p.dgate, p.dgate_stride, bytes},
                                    {p.dup, p.dup_stride, bytes}});
   prepare_gated(p, vectors, bytes);
-  launch_kernel(row, grid_of_gated(p, row.threads()), &p, device, stream);
+  launch_gated(row, p, device, stream);
 }
 
 }  // namespace cutlass_fmha

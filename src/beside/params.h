@@ -18,6 +18,8 @@ struct RowsParams {
 
   // Set by launch().
   int rows;
+  int early;                    ///< blocks that may be there while the kernel ahead in the stream runs
+  bool alone;                   ///< each block has an SM of its own
   bool flat;                    ///< one leading dimension is all that counts: rows are their strides' `head` apart
   Divisor by_middle, by_inner;  ///< by sizes[1] and sizes[2]
 

@@ -22,7 +22,16 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
   Values x[Vectors];
   Factors weight[Vectors];
   T const* from = static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride) + first;
-  begin_rows_at(p.rows > 0, from);
+  T const* other = static_cast<T const*>(p.residual) + offset_of(p, row, p.residual_stride) + first;
+  auto const prefetch = [&] {
+#pragma unroll
+    for (int n = 0; n < Vectors; ++n) {
+      if (first + n * step >= end) continue;
+      prefetch_to_l2(from + n * step);
+      if (p.residual) prefetch_to_l2(other + n * step);
+    }
+  };
+  wait_prefetching(p.rows > 0, p.early, prefetch, from);
 #pragma unroll
   for (int n = 0; n < Vectors; ++n) {
     x[n] = Values{};
@@ -37,7 +46,6 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
     }
   };
   if (p.residual) {
-    T const* const other = static_cast<T const*>(p.residual) + offset_of(p, row, p.residual_stride) + first;
     T* const to = static_cast<T*>(p.sum) + offset_of(p, row, p.sum_stride) + first;
     if (Vectors == 1) load_weights();  // with more, registers come free with the residual's
 #pragma unroll
@@ -112,7 +120,7 @@ __device__ void norm_by_vectors(RmsNormParams const& p, float* shared) {
 template <class T, int Width>
 __device__ void norm_long(RmsNormParams const& p, float* shared) {
   using Values = Chunk<T, Width>;
-  begin_rows();
+  wait_for_kernels_ahead();
   Lane const lane(p.lanes_log2, int(blockDim.x));
   bool const there = lane.row < p.rows;
   int const row = there ? int(lane.row) : 0, end = there ? p.dim : 0;
@@ -173,6 +181,7 @@ __device__ void norm_long(RmsNormParams const& p, float* shared) {
 
 template <class T>
 __device__ void rms_norm(RmsNormParams const& p) {
+  start_dependents();
   __shared__ float shared[RmsNormParams::kMaxThreads / 32];
   if (p.walk == Walk::vectors) return norm_long<T, kWidth<T>>(p, shared);
   if (p.walk == Walk::elements) return norm_long<T, 1>(p, shared);

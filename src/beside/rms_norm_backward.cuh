@@ -24,17 +24,22 @@ __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackw
   using Floats = float[Vectors][kElements];
   Group const at(p.lanes_log2);
   int const first = at.lane * kElements, step = at.lanes * kElements;
-  Floats weight, dweight;
+  unsigned const turn = p.row_blocks * at.groups;
+  unsigned row = blockIdx.x * at.groups + at.group, asked = row;
+  wait_prefetching(p.rows > 0, p.early, [&] {
+    for (unsigned number = row, n = 0; n < unsigned(p.stages) && number < unsigned(p.rows); ++n, number += turn) {
+      auto const one = [&](void const* from, Strides const& s) {
+        T const* const begin = static_cast<T const*>(from) + offset_of(p, int(number), s) + first;
 #pragma unroll
-  for (int n = 0; n < Vectors; ++n) {
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) weight[n][k] = 1.f, dweight[n][k] = 0.f;
-    if (!p.weight || first + n * step >= p.dim) continue;
-    Chunk<W, kElements>::load(static_cast<W const*>(p.weight) + first + n * step).read(weight[n]);
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) weight[n][k] += p.weight_offset;
-  }
-
+        for (int i = 0; i < Vectors; ++i) {
+          if (first + i * step < p.dim) prefetch_to_l2(begin + i * step);
+        }
+      };
+      one(p.x, p.x_stride);
+      one(p.dout, p.dout_stride);
+      if constexpr (Summed) one(p.dsum, p.dsum_stride);
+    }
+  });
   Ahead<Vectors*(Summed ? 3 : 2)> ahead;
   auto const ask = [&](unsigned number) {
     bool const there = number < unsigned(p.rows);
@@ -50,10 +55,19 @@ __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackw
     ahead.next(p.stages);
   };
   auto const rstd_of = [&](unsigned row) { return row < unsigned(p.rows) ? p.rstd[row] : 0.f; };
-  unsigned const turn = p.row_blocks * at.groups;
-  unsigned row = blockIdx.x * at.groups + at.group, asked = row;
   for (int n = 0; n < p.stages; ++n, asked += turn) ask(asked);
   float next = rstd_of(row);
+  Floats weight, dweight;
+#pragma unroll
+  for (int n = 0; n < Vectors; ++n) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) weight[n][k] = 1.f, dweight[n][k] = 0.f;
+    if (!p.weight || first + n * step >= p.dim) continue;
+    Chunk<W, kElements>::load(static_cast<W const*>(p.weight) + first + n * step).read(weight[n]);
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) weight[n][k] += p.weight_offset;
+  }
+
   bool odd = false;
   for (unsigned begin = blockIdx.x * at.groups; begin < unsigned(p.rows); begin += turn, row += turn, asked += turn) {
     float const rstd = next;
@@ -119,6 +133,7 @@ __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackw
 /// dx alone, of rows that are read twice, or that have dout of another type.
 template <class T, int Width>
 __device__ void norm_backward_long(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
+  wait_for_kernels_ahead();
   Group const at(p.lanes_log2);
   unsigned const number = blockIdx.x * at.groups + at.group;  // up to 2^31 and some: the last block's may not exist
   bool const there = number < unsigned(p.rows);
@@ -171,6 +186,7 @@ __device__ void norm_backward_long(RmsNormBackwardParams const& p, RmsNormBackwa
 template <class T, int Width>
 __device__ void norm_columns(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
   using P = RmsNormBackwardParams;
+  wait_for_kernels_ahead();
   constexpr int kColumns = Width == 1 ? P::kColumns : P::kColumnsBeside, kLanes = kColumns / Width;
   int const thread = int(threadIdx.x), lane = thread % kLanes, warps = int(blockDim.x) / 32;
   int const first = (int(blockIdx.x) - p.row_blocks) * kColumns, column = first + lane * Width;
@@ -208,7 +224,7 @@ __device__ void norm_backward_by_rows(RmsNormBackwardParams const& p, RmsNormBac
 template <class T, int Vectors = RmsNormBackwardParams::kVectors>
 __device__ void rms_norm_backward(RmsNormBackwardParams const& p) {
   __shared__ RmsNormBackwardShared shared;
-  begin_rows();
+  start_dependents();
   bool const columns = int(blockIdx.x) >= p.row_blocks;
   if (p.walk == Walk::elements) return columns ? norm_columns<T, 1>(p, shared) : norm_backward_long<T, 1>(p, shared);
   if (columns) return norm_columns<T, kWidth<T>>(p, shared);
@@ -220,12 +236,13 @@ __device__ void rms_norm_backward(RmsNormBackwardParams const& p) {
 /// dweight of its partial sums: a block has 32 columns, and each of its 16 groups of threads every 16th sum.
 template <class T>
 __device__ void rms_norm_weights(RmsNormBackwardParams const& p) {
+  start_dependents();
   constexpr int kColumns = RmsNormBackwardParams::kColumns, kLanes = kColumns / 4, kGroups = kHelperThreads / kLanes;
   __shared__ alignas(16) float shared[kGroups][kColumns];
   int const group = int(threadIdx.x) / kLanes, lane = int(threadIdx.x) % kLanes;
   int const first = int(blockIdx.x) * kColumns, column = first + lane * 4;
   float sum[4] = {};
-  begin_rows();
+  wait_for_kernels_ahead();
   if (column < p.dim) {
 #pragma unroll 8
     for (int part = group; part < p.parts; part += kGroups) {

@@ -10,7 +10,8 @@ namespace cutlass_fmha {
 /// What each block does before it reads anything else, once it knows where its rows begin.
 template <class... T>
 __device__ void begin_rope(RopeParams const& p, T*&... rows) {
-  begin_rows_at(p.width > 0, rows...);
+  start_dependents();
+  wait_with(p.width > 0, rows...);
   count_rows(p.seqused_k, p.cache_seqlens, p.cu_seqlens, p.sequences, p.seqlen);
 }
 
@@ -193,6 +194,7 @@ __device__ void rope_by_vectors(RopeParams const& p, RopeRows const& rows, RopeB
 
 template <class T>
 __device__ void rope(RopeParams const& p) {
+  if (p.alone) start_dependents();
   RopeBlock const block = block_of(p);
   if (block.part == kNoRows) return begin_rope(p);
   RopeRows const& rows = rows_of(p, block.part);

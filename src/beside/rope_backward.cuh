@@ -55,9 +55,18 @@ __device__ void rope_backward_vectors(RopeParams const& p, RopeRows const& rows,
         u.begin(static_cast<T const*>(rows.gradient), rows.gradient_stride) + u.row.head * rows.gradient_stride.head;
   };
   find();
-  begin_rows_at(p.width > 0, from, gradient);
-  if (is_item) w = read_weight<T>(p, rows, runs);
+  auto const prefetch = [&] {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if (!is_item || !u.there || u.row.head + n * rows.slots >= rows.num_heads) continue;
+      Packed<T, Width>::prefetch(from + n * hop, runs);
+      Packed<T, Width>::prefetch(gradient + n * gradient_hop, runs);
+    }
+  };
+  start_dependents();
+  wait_prefetching(p.width > 0, p.early, prefetch, from, gradient);
   load(u.row.head);
+  if (is_item) w = read_weight<T>(p, rows, runs);
   for (; first < uint32_t(rows.units); first += turn_of_blocks) {
     Place const at = place_of(p, u);
     bool const has_item = is_item && u.there, zero = at.token.sequence < 0, turned = has_item && runs.turned && !zero;
@@ -121,7 +130,8 @@ __device__ void rope_backward_vectors(RopeParams const& p, RopeRows const& rows,
 template <class T>
 __device__ void rope_backward_elements(RopeParams const& p, RopeRows const& rows, int block) {
   constexpr int kLanes = 32;
-  begin_rows();
+  start_dependents();
+  wait_for_kernels_ahead();
   int const lane = threadIdx.x % kLanes, warp = block * (kHelperThreads / kLanes) + threadIdx.x / kLanes;
   if (warp >= rows.parts) return;
   float* const partial = rows.partial ? rows.partial + int64_t(warp) * rows.head_dim : nullptr;
@@ -182,11 +192,12 @@ __device__ void rope_backward(RopeBackwardParams const& p) {
 /// The parts of a weight's gradient become it. A block has some columns of q's or of k's; its threads divide the parts.
 template <class T>
 __device__ void rope_weights(RopeBackwardParams const& p) {
+  start_dependents();
   constexpr int kColumns = RopeBackwardParams::kColumns, kStrips = kHelperThreads / kColumns;
   __shared__ float shared[kHelperThreads / 32][kColumns];
   RopeRows const& rows = blockIdx.y == 0 ? p.q : p.k;
   if (!rows.partial) return;
-  begin_rows();
+  wait_for_kernels_ahead();
   int const own = threadIdx.x % kColumns, strip = threadIdx.x / kColumns, column = blockIdx.x * kColumns + own;
   float sum = 0.f;
   if (column < rows.head_dim) {

@@ -96,6 +96,7 @@ void launch(Row const& row, RopeParams const& params, int device, cudaStream_t s
   }
   mix(p);
   if (p.seqused_k) grid.x = std::max(grid.x, grid_of(p.sequences, 0).x);
+  set_places(p, grid.x, row.threads(), device);
   if (grid.x > 0) launch_kernel(row, grid, &p, device, stream);
 }
 
@@ -122,6 +123,7 @@ void launch(Row const& row, RopeBackwardParams const& params, int device, cudaSt
     grid.x += unsigned(rows->blocks);
   }
   mix(p);
+  set_places(p, grid.x, row.threads(), device);
   launch_kernel(row, grid, &p, device, stream);
   if (!p.q.partial && !p.k.partial) return;
   dim3 const columns(unsigned(ceil_div(p.head_dim, RopeBackwardParams::kColumns)), 2);

@@ -54,6 +54,8 @@ struct RopeParams : CachePlaces {    // cache_seqlens is null: there is no cache
   int* seqused_k;  ///< [sequences]: becomes cache_seqlens and the new rows; null without a cache
 
   // Set by launch().
+  int early;            ///< blocks that may be there while the kernel ahead in the stream runs
+  bool alone;           ///< each block has an SM of its own
   int width;            ///< elements of a run: a 16-byte vector, or kNarrow; 1 where rows aren't made of vectors
   uint32_t keys_share;  ///< of the blocks of q and k those of k, in 2^-32, rounded up; 0 where not both have some
   float per_element;    ///< 1 / head_dim

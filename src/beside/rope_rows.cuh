@@ -45,6 +45,10 @@ struct Packed {
     a = Chunk<T, Width>::load(row + runs.a);
     b = runs.has_b ? Chunk<T, Width>::load(row + runs.b) : Chunk<T, Width>{};  // a row before may have been sorted
   }
+  __device__ static void prefetch(T const* row, Runs<Width> const& runs) {
+    prefetch_to_l2(row + runs.a);
+    if (runs.has_b) prefetch_to_l2(row + runs.b);
+  }
   __device__ void store(T* row, Runs<Width> const& runs) const {
     a.store(row + runs.a);
     if (runs.has_b) b.store(row + runs.b);

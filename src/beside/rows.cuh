@@ -82,24 +82,32 @@ __device__ inline int64_t offset_of(RowsParams const& p, int number, Strides con
   return row_of(number, p.by_inner, int(p.sizes[2]), p.by_middle, int(p.sizes[1])).offset(s);
 }
 
-/// What a kernel on rows begins with, before it reads or writes anything: the next one may get ready while it runs.
-__device__ inline void begin_rows() {
-  start_dependents();
-  wait_for_kernels_ahead();
+/// Settles an address, of which the compiler goes on to know that it is no other memory's.
+template <class T>
+__device__ void keep_address(T*& x) {
+  x = static_cast<T*>(__cvta_global_to_generic(reinterpret_cast<uint64_t>(settled(x))));
 }
 
-/// The same once addresses are known, which is done by then: the compiler puts off what no branch stands before.
-/// `launched` is always true, as the compiler must not know.
+/// wait_for_kernels_ahead() once addresses are known: the compiler puts off what no branch stands before. `launched` is
+/// always true, as the compiler must not know.
 template <class... T>
-__device__ void begin_rows_at(bool launched, T*&... addresses) {
+__device__ void wait_with(bool launched, T*&... addresses) {
 #if __CUDA_ARCH__ >= 900
-  start_dependents();
-  auto const keep = [](auto*& x) {  // and the compiler goes on to know that it is no other memory
-    x = static_cast<std::remove_reference_t<decltype(x)>>(
-        __cvta_global_to_generic(reinterpret_cast<uint64_t>(settled(x))));
-  };
-  (keep(addresses), ...);
+  (keep_address(addresses), ...);
   if (launched) wait_for_kernels_ahead();
+#endif
+}
+
+/// The same where blocks that may have to wait, `early` of them, prefetch() meanwhile: the memory has little to do
+/// while the last blocks of the kernel ahead end, and nothing from there until rows arrive.
+template <class Prefetch, class... T>
+__device__ void wait_prefetching(bool launched, int early, Prefetch const& prefetch, T*&... addresses) {
+#if __CUDA_ARCH__ >= 900
+  (keep_address(addresses), ...);
+  if (launched) {
+    if (int(blockIdx.x) < early) prefetch();
+    wait_for_kernels_ahead();
+  }
 #endif
 }
 

@@ -33,7 +33,7 @@ CUTE_DEVICE void prefetch_rows(Element const* tensor, int64_t row_stride, int be
   constexpr int kLine = 128 / int(sizeof(Element)), kLines = ceil_div(HeadDim, kLine);
   CUTE_NO_UNROLL
   for (int i = threadIdx.x; i < (end - begin) * kLines; i += Threads) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(tensor + (begin + i / kLines) * row_stride + i % kLines * kLine));
+    prefetch_to_l2(tensor + (begin + i / kLines) * row_stride + i % kLines * kLine);
   }
 }
 

@@ -22,4 +22,7 @@ __device__ __forceinline__ void wait_for_kernels_ahead() {
 #endif
 }
 
+/// Brings what is at an address to L2, before the wait too: nothing is stale there (dependent_launch.cuh).
+__device__ __forceinline__ void prefetch_to_l2(void const* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 }  // namespace cutlass_fmha

@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "../device_guard.h"
 #include "../features/params.h"
 #include "../require.h"
 #include "../table.h"
@@ -27,6 +28,16 @@ void check(Row const& row, Params const& p) {
            name_of(family_of(p));
   });
   check(p);
+}
+
+/// Sets what a kernel asks of its grid. `early`: blocks that a GPU has places for at most; others never wait for the
+/// kernel ahead.
+template <class Params>
+void set_places(Params& p, unsigned blocks, int threads, int device) {
+  constexpr int kThreadsOfSm = 2048;
+  int const sms = gpu_of(device).sms;
+  p.early = sms * (kThreadsOfSm / threads);
+  p.alone = blocks <= unsigned(sms);
 }
 
 /// Launch a kernel on `device`, which is current, and its stream `stream`. Nothing is allocated or synchronised. Throw
