@@ -135,6 +135,16 @@ def test_the_users_calibration_counts_and_says_so(hermetic):
     assert store.for_device(device.PRESETS["rtx4090"]).rows == {}
 
 
+def test_a_gpu_that_takes_rows_of_another_architecture_pays_its_own_rates():
+    h200, gb10, build = device.PRESETS["h200"], device.PRESETS["gb10"], make_build((89, 120))
+    for name in ("fwd_sm89_f16_d128_m256n64w8", "fwd_sm89_f16_d128_m16n16w8k8", "fwd_sm120_f16_d128_m64n64w4"):
+        row = build.by_name(name)
+        assert datasheet.row_cost(row, h200) == datasheet.row_cost(replace(row, arch=90), h200)
+        assert datasheet.row_cost(row, h200) != datasheet.row_cost(row, replace(h200, capability=(8, 9)))
+    row = build.by_name("fwd_sm120_f16_d128_m64n64w4")  # the datasheets have no capability 12.1
+    assert datasheet.row_cost(row, gb10) == datasheet.row_cost(row, replace(gb10, capability=(12, 0)))
+
+
 def test_the_shipped_calibration_counts_after_the_users(hermetic, tmp_path, monkeypatch):
     shipped = a_calibration(source_hash="of the release", package="the same")
     path = tmp_path / "shipped.json"

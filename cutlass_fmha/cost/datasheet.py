@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from cutlass_fmha.cost.model import BYTES_PER_ELEMENT, RowCost
 from cutlass_fmha.dispatch.blocks import resident_blocks
@@ -20,6 +20,8 @@ from cutlass_fmha.dispatch.device import KIB, Device
 
 if TYPE_CHECKING:
     from cutlass_fmha.dispatch.table import Row
+
+Figure = TypeVar("Figure")
 
 #: A schedule: does a warp own 32 query rows or fewer, and do pairs of warps take turns (ping-pong)?
 Schedule = tuple[bool, bool]
@@ -121,11 +123,10 @@ class Parameters:
 PARAMETERS = Parameters()
 
 
-def figure(figures: Mapping[int, float], row: Row, device: Device) -> float:
-    """That of the architecture that a row is made for, or of an older GPU that takes it."""
+def figure(figures: Mapping[int, Figure], row: Row, device: Device) -> Figure:
+    """That of the GPU, which may run rows that are made for another one, or else of the row's architecture."""
     major, minor = device.capability
-    older = row.arch == 89 and major == 8
-    return figures.get(10 * major + minor if older else row.arch, figures[row.arch])
+    return figures.get(10 * major + minor, figures[row.arch])
 
 
 def row_cost(row: Row, device: Device, parameters: Parameters = PARAMETERS) -> RowCost:
@@ -172,7 +173,7 @@ def _step(row: Row, resident: int, device: Device, parameters: Parameters) -> tu
 def tensor_us(row: Row, device: Device, parameters: Parameters) -> float:
     """Microseconds that an SM with enough warps needs for a step of a block."""
     schedule = (row.tile_m * row.kv_warps // row.warps >= 32, row.ping_pong)
-    rate = figure(parameters.sm_tflops, row, device) * parameters.efficiency[row.arch][schedule]
+    rate = figure(parameters.sm_tflops, row, device) * figure(parameters.efficiency, row, device)[schedule]
     scores = row.tile_m * row.tile_n * row.kv_warps
     flop = 2e-6 * (row.head_dim + row.head_dim_v)
     return scores * (flop / rate + parameters.softmax_us)
