@@ -9,6 +9,7 @@
 #include <functional>
 #include <vector>
 #include "beside/gated.cuh"
+#include "beside/rms_norm.cuh"
 #include "beside/rms_norm_backward.cuh"
 #include "beside/rope.cuh"
 #if __has_include("beside/rope_backward.cuh")
@@ -29,6 +30,9 @@
 #ifndef AHEAD
 #define AHEAD 12
 #endif
+#ifndef NORM
+#define NORM 2
+#endif
 #ifndef NORM_BLOCKS  // of an SM
 #define NORM_BLOCKS 1
 #endif
@@ -41,13 +45,14 @@ using bf = __nv_bfloat16;
 #define K(fn, P, ...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__) k_##fn(__grid_constant__ P const p) { fn<bf>(p); }
 K(rope, RopeParams, 128, ROPE) K(rope_backward, RopeBackwardParams, 128, ROPE_BACKWARD) K(rope_weights, RopeBackwardParams, 128)
 K(rms_norm_backward, RmsNormBackwardParams, 512, 1) K(rms_norm_weights, RmsNormBackwardParams, 128)
-K(gated_backward, GatedBackwardParams, 256)
+K(gated_backward, GatedBackwardParams, 256) K(gated, GatedParams, 256) K(rms_norm, RmsNormParams, 512, NORM)
 Row row(Family family, void const* kernel, bool overlapped, int block, int smem = 0) {
   return Row{"", HelperConfig{.kind = family, .arch = 90, .dtype = DType::bfloat16, .dependent_launch = overlapped, .block = block}, smem, kernel};
 }
 Row const kRope = row(Family::rope, (void const*)k_rope, PDL, 128), kRopeB = row(Family::rope_backward, (void const*)k_rope_backward, PDL, 128);
 Row const kRopeW = row(Family::rope_weights, (void const*)k_rope_weights, PDL, 128), kNormW = row(Family::rms_norm_weights, (void const*)k_rms_norm_weights, true, 128);
 Row const kNormB = row(Family::rms_norm_backward, (void const*)k_rms_norm_backward, true, 512 / NORM_BLOCKS, AHEAD * 512 / NORM_BLOCKS * 16);
+Row const kNorm = row(Family::rms_norm, (void const*)k_rms_norm, PDL, 512), kGated = row(Family::gated, (void const*)k_gated, PDL, 256);
 Row const kGatedB = row(Family::gated_backward, (void const*)k_gated_backward, true, 256);
 namespace cutlass_fmha {
 Row const& helper(Family family, DType, int) { return family == Family::rope_weights ? kRopeW : kNormW; }
@@ -105,6 +110,18 @@ __global__ void ref_norm_b(bf const* x, bf const* dd, bf const* ds, bf const* w,
     atomicAdd(dw + i, y * double(float(dd[base + i])));
   }
 }
+__global__ void ref_norm(bf const* x, bf const* r, bf const* w, bf const* out, int dim) {
+  int64_t base = int64_t(blockIdx.x) * dim; double sum = 0;
+  auto at = [&](int i) { return r ? double(float(__float2bfloat16_rn(float(x[base + i]) + float(r[base + i])))) : double(float(x[base + i])); };
+  for (int i = threadIdx.x; i < dim; i += 32) sum += at(i) * at(i);
+  double f = 1 / sqrt(add(sum) / dim + 1e-6);
+  for (int i = threadIdx.x; i < dim; i += 32) { double y = at(i) * f * double(float(w[i])); differ(float(out[base + i]), y, fabs(y) + 1e-3); }
+}
+__global__ void ref_gated(bf const* g, bf const* u, bf const* out, int64_t n) {
+  for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += gridDim.x * 256ll) {
+    double x = double(float(g[i])), y = x / (1 + exp(-x)) * double(float(u[i])); differ(float(out[i]), y, fabs(y) + 1e-6);
+  }
+}
 __global__ void ref_gated_b(bf const* g, bf const* u, bf const* d, bf const* dg, bf const* du, int64_t n, bool tanh_) {
   for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += gridDim.x * 256ll) {
     double x = double(float(g[i])), y = double(float(u[i])), z = double(float(d[i])), inner = x, step = 1;
@@ -141,7 +158,7 @@ float timed(Launch const& f, int64_t bytes, int64_t moved) {
   return all[all.size() / 2];
 }
 char const* variant;
-std::vector<int64_t> sizes{64 << 10, 1 << 20, 64 << 20, 256 << 20};
+std::vector<int64_t> sizes{8 << 10, 64 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20};
 // moved: in quarters of the first tensor
 void line(char const* op, int quarters, std::function<Launch(int64_t)> run, std::function<void(int64_t)> check) {
   float zero = 0, found; CK(cudaMemcpyToSymbol(worst, &zero, 4));
@@ -186,6 +203,13 @@ void rope_lines() {
 }
 template <class P> void describe(P& p, int64_t rows, int dim) { p.sizes[0] = p.sizes[1] = 1; p.sizes[2] = rows; p.dim = dim; }
 void norm_lines() {
+  for (bool sum : {false, true}) line(sum ? "res" : "rms", sum ? 16 : 8, [=](int64_t b) -> Launch { return [=](int64_t at) {
+      RmsNormParams p{}; describe(p, b / 8192, 4096);
+      p.x = A[0] + at; p.out = A[4] + at; if (sum) p.residual = A[1] + at, p.sum = A[5] + at;
+      p.weight = W; p.out_type = p.weight_type = DType::bfloat16; p.eps = 1e-6f;
+      p.x_stride = p.out_stride = p.residual_stride = p.sum_stride = {0, 0, 4096};
+      launch(kNorm, p, 0, stream); }; },
+    [=](int64_t b) { ref_norm<<<int(b / 8192), 32>>>(A[0], sum ? A[1] : nullptr, W, A[4], 4096); });
   for (bool sum : {false, true}) line(sum ? "res_b" : "rms_b", sum ? 16 : 12, [=](int64_t b) -> Launch { return [=](int64_t at) {
       RmsNormBackwardParams p{}; describe(p, b / 8192, 4096);
       p.x = A[0] + at; p.dout = A[1] + at; p.dx = A[4] + at; if (sum) p.dsum = A[2] + at;
@@ -195,6 +219,12 @@ void norm_lines() {
     [=](int64_t b) { ref_norm_b<<<int(b / 8192), 32>>>(A[0], A[1], sum ? A[2] : nullptr, W, rstd, A[4], 4096, sums); compare<<<1, 256>>>(DW, sums, 4096, 0.5); });
 }
 void gated_lines() {
+  line("swiglu", 12, [](int64_t b) -> Launch { return [=](int64_t at) {
+      GatedParams p{}; describe(p, std::max<int64_t>(1, b / 8192), 4096);
+      p.gate = A[0] + at; p.up = A[1] + at; p.out = A[4] + at; p.activation = Activation::silu;
+      p.gate_stride = p.up_stride = p.out_stride = {0, 0, 4096};
+      launch(kGated, p, 0, stream); }; },
+    [](int64_t b) { ref_gated<<<256, 256>>>(A[0], A[1], A[4], b / 2); });
   for (bool tanh_ : {false, true}) line(tanh_ ? "geglu_b" : "swiglu_b", 20, [=](int64_t b) -> Launch { return [=](int64_t at) {
       GatedBackwardParams p{}; describe(p, std::max<int64_t>(1, b / 8192), 4096);
       p.gate = A[0] + at; p.up = A[1] + at; p.dout = A[2] + at; p.dgate = A[4] + at; p.dup = A[5] + at; p.activation = tanh_ ? Activation::gelu_tanh : Activation::silu;
