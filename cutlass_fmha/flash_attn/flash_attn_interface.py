@@ -179,9 +179,35 @@ def flash_attn_with_kvcache(
     As there, positions of rotary embedding count left padding, pairs are neighbours unless told otherwise,
     num_splits 0 has a number chosen, and the result has no gradient, whatever its inputs want.
     """
-    said: dict[str, Any] = {}  # what is no default: each name costs host time
+    rotary = (rotary_cos, rotary_sin, rotary_interleaved)
+    where = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    scores = (softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _with_cache(q, k_cache, v_cache, k, v, rotary, where, *scores, num_splits, return_softmax_lse, {})
+
+
+def _with_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary: tuple[Tensor | None, Tensor | None, bool],
+    where: tuple[int | Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[Side],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    num_splits: int,
+    return_softmax_lse: bool,
+    said: dict[str, Any],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The one call with a cache. ``said``: what flash_attn has no word for, and what is no default, as each name costs
+    host time."""
+    cache_seqlens, cache_batch_idx, cache_leftpad, block_table = where
+    rotary_cos, rotary_sin, rotary_interleaved = rotary
     if rotary_cos is not None:
-        said = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
+        said |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
         if cache_leftpad is not None:
             said["rotary_seqlens"] = cache_seqlens
     if cache_batch_idx is not None:

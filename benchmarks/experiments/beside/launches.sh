@@ -1,11 +1,12 @@
 #!/bin/bash
 # Ops beside attention by their own launches, by variant, a line for each op: launches.cu. Needs nvcc and an sm_90, and this
-# repository's history for the kernels of before; 70 s on 16 cores. `launches.sh build DIR` only compiles (all at once),
+# repository's history for the kernels of before, and CUTLASS where PYTHON (.venv) has it; 70 s on 16 cores. `launches.sh build DIR` only compiles (all at once),
 # `launches.sh run DIR` runs what was compiled there.
 set -e
 cd "$(dirname "$0")"
 what=${1:-all} work=${2:-$(mktemp -d)}
 root=$(cd ../../.. && pwd)
+cutlass=$("${PYTHON:-$root/.venv/bin/python}" "$root/build_backend/probe.py" cutlass)
 toolkit=$(dirname "$(readlink -f "$(command -v nvcc)")")/../lib # of one from PyPI
 # variant NAME OPS OPTIONS SED FILE [SED FILE ...]: today's sources, each FILE of src/beside changed by SED
 variant() {
@@ -22,7 +23,7 @@ variant() {
     if cmp -s "$src/beside/$2" "$work/$name/unchanged"; then echo "$name: nothing changed in $2"; fi
     shift 2
   done
-  nvcc -std=c++20 -O3 -arch=sm_90 --expt-relaxed-constexpr -Xptxas -v -L"$toolkit" $options -I"$src" -o "$work/$name/run" \
+  nvcc -std=c++20 -O3 -arch=sm_90 --expt-relaxed-constexpr -Xptxas -v -L"$toolkit" $options -I"$src" -I"$cutlass" -o "$work/$name/run" \
     launches.cu >"$work/$name/log" 2>&1 &
 }
 heads() { echo "s/kMaxHeads = 4/kMaxHeads = $1/"; }
@@ -32,6 +33,8 @@ if git -C "$root" cat-file -e 5210315 2>/dev/null; then
 fi
 variant now "rope norm gated" ""
 variant no_overlap rope "-DPDL=false"
+variant prefetch_all "norm gated" "" 's/p.early = sms \* (kThreadsOfSm \/ threads)/p.early = 1 << 30/' ../helpers/launch.h
+variant prefetch_none "norm gated" "" 's/p.early = sms \* (kThreadsOfSm \/ threads)/p.early = 0/' ../helpers/launch.h
 variant heads8 rope "" "$(heads 8)" rope_launch.cpp
 variant heads2 rope "" "$(heads 2)" rope_launch.cpp
 variant heads4backward rope "" 's/kMaxHeadsBackward = 8/kMaxHeadsBackward = 4/' rope_launch.cpp
