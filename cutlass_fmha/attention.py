@@ -391,11 +391,11 @@ def _dispatch(
         check_features.check_features((q, k, v), Features(**arguments), names)
     scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
     if short:
-        output, lse = torch.ops.cutlass_fmha.forward(q, k, v, scale, causal, return_lse, row)
+        output, lse = dispatcher.call("forward", q, k, v, scale, causal, return_lse, row)
     else:
         if compiling:
             scale, arguments = _numbers_that_change(scale, arguments)
-        output, lse = torch.ops.cutlass_fmha.attend(q, k, v, scale, causal, return_lse, row, **arguments)
+        output, lse = dispatcher.call("attend", q, k, v, scale, causal, return_lse, row, **arguments)
     return (output.transpose(1, 2) if layout == "bhsd" else output), lse
 
 

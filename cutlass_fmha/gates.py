@@ -71,7 +71,7 @@ def _call(gate: Tensor, up: Tensor | None, activation: str, out: Tensor | None) 
     if out is not None:
         torch.ops.cutlass_fmha.gated_out(gate, up, out, activation)
         return out
-    output: Tensor = torch.ops.cutlass_fmha.gated(gate, up, activation)
+    output: Tensor = dispatcher.call("gated", gate, up, activation)
     return output
 
 
@@ -161,8 +161,8 @@ class _GatedProduct(torch.autograd.Function):
         of_both, of_weight = ctx.needs_input_grad
         # Who wants a derivative of this is told by the op: once_differentiable looks at dout alone.
         dproduct = dout @ w_down
-        dboth, _, product = torch.ops.cutlass_fmha.gated_backward(
-            dispatcher.rows_of_gradient(dproduct), both, None, "silu", of_weight
+        dboth, _, product = dispatcher.call(
+            "gated_backward", dispatcher.rows_of_gradient(dproduct), both, None, "silu", of_weight
         )
         dweight = None
         if of_weight:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha.arguments import check
+from cutlass_fmha.ops import dispatcher
 
 
 @overload
@@ -75,7 +76,7 @@ def rms_norm(
     if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
         raise TypeError(f"out_dtype must be a torch.dtype or None, got {type(out_dtype).__name__}")
     if out is None:
-        found = torch.ops.cutlass_fmha.rms_norm(x, weight, bias, residual, eps, weight_offset, out_dtype)
+        found = dispatcher.call("rms_norm", x, weight, bias, residual, eps, weight_offset, out_dtype)
         output: Tensor = found[0]
         return output if residual is None else (output, found[1])
     sum = None

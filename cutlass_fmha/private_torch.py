@@ -31,6 +31,11 @@ len_torch_dispatch_stack: Callable[[], int] = getattr(_C, "_len_torch_dispatch_s
 peek_interpreter_stack: Callable[[], Any] = getattr(
     getattr(_C, "_functorch", None), "peek_interpreter_stack", _something
 )
+#: Of a tensor in a transform of torch.func: whether it is one, and what it wraps.
+is_transformed: Callable[[Any], bool] = getattr(
+    getattr(_C, "_functorch", None), "is_functorch_wrapped_tensor", lambda x: False
+)
+unwrapped: Callable[[Any], Any] = getattr(getattr(_C, "_functorch", None), "get_unwrapped", lambda x: x)
 get_tracing_state: Callable[[], Any] = getattr(_C, "_get_tracing_state", _something)
 
 #: Modules, whose ``_current_level`` and ``_is_profiler_enabled`` change.
@@ -51,16 +56,21 @@ disable_autocast: Any = getattr(_C, "_DisableAutocast", None)
 def _next(keys_name: str, guard_name: str) -> Callable[..., Any]:
     keys = getattr(_C, keys_name, None)
     if keys is not None:
-        return lambda op, keyset, *args, **kwargs: op.redispatch(keyset & keys, *args, **kwargs)
+        return lambda op, keyset, *args, **kwargs: (
+            op(*args, **kwargs) if keyset is None else op.redispatch(keyset & keys, *args, **kwargs)
+        )
 
     def guarded(op: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if keyset is None:
+            return op(*args, **kwargs)
         with getattr(_C, guard_name)():
             return op(*args, **kwargs)
 
     return guarded
 
 
-#: (op, keyset, arguments): the call, for what comes behind autograd, or behind its bookkeeping of writes.
+#: (op, keyset, arguments): the call, for what comes behind autograd, or behind its bookkeeping of writes. Of no keyset,
+#: which a call has that is not dispatched yet: as anybody calls it.
 after_autograd = _next("_after_autograd_keyset", "_AutoDispatchBelowAutograd")
 after_writes = _next("_after_ADInplaceOrView_keyset", "_AutoDispatchBelowADInplaceOrView")
 

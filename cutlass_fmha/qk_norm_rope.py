@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha.arguments import check, results, tensors
-from cutlass_fmha.ops import angles
+from cutlass_fmha.ops import angles, dispatcher
 from cutlass_fmha.ops.append_kv import capacity_of, check_room
 from cutlass_fmha.ops.rotary import check_positions
 
@@ -91,7 +91,7 @@ def qk_norm_rope(
             to = results.pair_of(out)
             torch.ops.cutlass_fmha.qk_norm_rope_out(q, k, *to, *weights, **norm, **a._asdict())
             return out
-        one, other = torch.ops.cutlass_fmha.qk_norm_rope(q, k, *weights, **norm, **a._asdict())
+        one, other = dispatcher.call("qk_norm_rope", q, k, *weights, **norm, **a._asdict())
         return one, other
     if v is None or cache_seqlens is None:
         missing = "v" if v is None else "cache_seqlens"

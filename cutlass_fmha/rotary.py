@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha.arguments import check, check_features, results, tensors
-from cutlass_fmha.ops import angles
+from cutlass_fmha.ops import angles, dispatcher
 from cutlass_fmha.ops.rotary import check_positions, sequences_of
 
 
@@ -121,5 +121,5 @@ def rotary_qk(
     if out is not None:
         torch.ops.cutlass_fmha.rotary_qk_out(q, k, *results.pair_of(out), **a._asdict())
         return out
-    one, other = torch.ops.cutlass_fmha.rotary_qk(q, k, **a._asdict())
+    one, other = dispatcher.call("rotary_qk", q, k, **a._asdict())
     return one, other

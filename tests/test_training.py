@@ -259,23 +259,6 @@ def test_flash_attns_functions_pass_deterministic_on(packed: str, varlen: str, d
 
 # ---- transforms --------------------------------------------------------------------------------------------
 
-TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
-    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
-    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
-    "linearize": lambda f, x: torch.func.linearize(f, x),
-    "vmap of grad": lambda f, x: torch.vmap(torch.func.grad(lambda x: f(x).sum()))(x[None]),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_that_differentiate_are_refused(name: str):
-    q, k, v = heads()
-    with pytest.raises(NotImplementedError, match=r"under torch\.func: use torch\.autograd\.grad or Tensor"):
-        TRANSFORMS[name](lambda q: attention(q, k, v), q)
-    with pytest.raises(NotImplementedError, match=r"under torch\.func"):
-        TRANSFORMS[name](lambda bias: attention(q, k, v, bias=bias), torch.zeros(1, 1, 1, 7))
-
-
 heads = functools.partial(qkv, 2, 7, 7, HEADS, HEADS_KV, HEAD_DIM, dtype=torch.float32)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,7 +185,7 @@ dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})
 NAMES = tuple(name for _, name, _ in SAID)
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(dispatcher.Differentiable):
     """``forward`` or ``attend``, whose LSE is kept: no probability is."""
 
     @staticmethod
@@ -231,9 +231,8 @@ class _Attend(torch.autograd.Function):
             dout = torch.zeros_like(out) if dout is None else dout
             wanted = [needs.get(name, False) for name in DIFFERENTIABLE]
             with workspace.inside(ctx.workspace):
-                gradients = torch.ops.cutlass_fmha.attend_backward(
-                    dout, query, key, value, out, lse, dlse, ctx.scale, ctx.causal, **said, wanted=wanted
-                )
+                given = (dout, query, key, value, out, lse, dlse, ctx.scale, ctx.causal)
+                gradients = dispatcher.call("attend_backward", *given, **said, wanted=wanted)
             found = {name: x for name, x, need in zip(DIFFERENTIABLE, gradients, wanted, strict=True) if need}
         of_given = (found.get(name) for name in ctx.names)
         return (None, None, *map(found.get, DIFFERENTIABLE[:3]), None, None, None, None, *of_given)
@@ -241,7 +240,7 @@ class _Attend(torch.autograd.Function):
 
 def refusal(query: Tensor, key: Tensor, value: Tensor, causal: str, features: Mapping[str, Any]) -> str:
     """Why a call has no gradient; empty where it has one."""
-    wanted = [name for name, x in features.items() if isinstance(x, Tensor) and x.requires_grad]
+    wanted = [name for name, x in features.items() if isinstance(x, Tensor) and dispatcher.requires_grad(x)]
     if others := [name for name in wanted if name not in DIFFERENTIABLE]:
         return f"cutlass_fmha has no backward yet for {', '.join(others)}: pass it detached"
     said = {name: x for name, x in features.items() if name != "numbers"}
@@ -277,8 +276,7 @@ def _autograd(
             op, keyset, query, key, value, scale, causal, return_lse, row, **features
         )
         return found
-    if private_torch.peek_interpreter_stack() is not None or dispatcher.has_tangent(query, key, value, *given):
-        raise NotImplementedError(dispatcher.NO_FORWARD_MODE)
+    dispatcher.check_reverse(keyset, query, key, value, *given)
     if sentence := refusal(query, key, value, causal, features):
         raise NotImplementedError(sentence)
     out, lse = _Attend.apply(  # type: ignore[no-untyped-call]
@@ -287,36 +285,6 @@ def _autograd(
     return out, lse if return_lse else no_lse(query)
 
 
-class _AttendBackward(torch.autograd.Function):
-    """``attend_backward``, which can't be differentiated again: who asks for that is told."""
-
-    @staticmethod
-    def forward(keyset: Any, said: Mapping[str, Any], *given: Any) -> Gradients:
-        op = torch.ops.cutlass_fmha.attend_backward.default
-        found: Gradients = private_torch.after_autograd(op, keyset, *given, **said)
-        return found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
-        raise NotImplementedError(
-            "cutlass_fmha has no backward yet of its backward: attention can be differentiated once"
-        )
-
-
-def _autograd_of_backward(keyset: Any, *given: Any, **said: Any) -> Gradients:
-    found: Gradients
-    if dispatcher.needs_gradient(*(x for x in (*given, *said.values()) if isinstance(x, Tensor))):
-        found = _AttendBackward.apply(keyset, said, *given)  # type: ignore[no-untyped-call]
-    else:
-        op = torch.ops.cutlass_fmha.attend_backward.default
-        found = private_torch.after_autograd(op, keyset, *given, **said)
-    return found
-
-
-dispatcher.register_gradients("attend_backward", _autograd_of_backward)
+dispatcher.register_once("attend_backward", "attention")
 for _name in ("forward", "attend"):
     dispatcher.register_gradients(_name, functools.partial(_autograd, _name))

@@ -23,13 +23,17 @@ SIMULATE = "CUTLASS_FMHA_SIMULATE"
 # The library must live as long as its registrations. Schemas and plain implementations are registered by hand
 # because torch.library.custom_op costs three times as much per call.
 library = torch.library.Library("cutlass_fmha", "DEF")
+#: Of each op what autograd does, and autocast.
+_gradients: dict[str, Callable[..., Any]] = {}
+_casts: dict[str, autocast.Rule] = {}
 
 NO_BACKWARD = (
     "cutlass_fmha has no backward yet of this op, and an input of this call requires a gradient: call it "
     "under torch.no_grad() or with detached inputs"
 )
 NO_FORWARD_MODE = (
-    "cutlass_fmha has no backward yet in forward mode and under torch.func: use torch.autograd.grad or Tensor.backward"
+    "cutlass_fmha has no backward yet in forward mode, nor where torch.func transforms its ops called by themselves: "
+    "call its functions, with torch.func.grad, vjp or jacrev"
 )
 #: Ops whose gradients autograd knows: they say what happens where one may be wanted.
 DIFFERENTIABLE = (
@@ -41,7 +45,9 @@ DIFFERENTIABLE = (
     "qk_norm_rope",
     "qk_norm_rope_backward",
     "rms_norm",
+    "rms_norm_backward",
     "gated",
+    "gated_backward",
     "qk_norm_rope_append_",
 )
 
@@ -61,6 +67,7 @@ def register(
             library.impl(name, implementation, key)
     if name not in DIFFERENTIABLE:
         register_gradients(name, functools.partial(_refuse_gradients, name))
+    _casts[name] = casts
     autocast.register(library, name, casts)
 
 
@@ -85,7 +92,61 @@ def register_writes(name: str, written: Sequence[str]) -> None:
 
 def register_gradients(name: str, implementation: Callable[..., Any]) -> None:
     """What autograd does for an op, called with the keyset first."""
+    _gradients[name] = implementation
     library.impl(name, implementation, "Autograd", with_keyset=True)
+
+
+def call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """The op. Under torch.func what autograd does for it comes first: once an op is dispatched, its transforms don't
+    let an ``autograd.Function`` begin."""
+    if torch.compiler.is_compiling() or private_torch.peek_interpreter_stack() is None:
+        return getattr(torch.ops.cutlass_fmha, name)(*args, **kwargs)
+    dtype = autocast.dtype_of(args[0])
+    if dtype is None:
+        return _gradients[name](None, *args, **kwargs)
+    args, kwargs = _casts[name](dtype, *args, **kwargs)  # before anything is kept for gradients
+    with autocast.off(args[0].device.type):
+        return _gradients[name](None, *args, **kwargs)
+
+
+class Differentiable(torch.autograd.Function):
+    """Of an op. ``forward`` takes the keyset first: None where the call is not dispatched yet."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise NotImplementedError(NO_FORWARD_MODE)
+
+
+class _Once(Differentiable):
+    """An op that computes gradients: who asks to differentiate them is told."""
+
+    @staticmethod
+    def forward(keyset: Any, op: Any, of: str, said: Mapping[str, Any], *given: Any) -> Any:
+        return private_torch.after_autograd(op, keyset, *given, **said)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.of = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        raise NotImplementedError(
+            f"cutlass_fmha has no backward yet of its backward: {ctx.of} can be differentiated once"
+        )
+
+
+def register_once(name: str, of: str) -> None:
+    """For an op that computes the gradients of what ``of`` says."""
+    op = getattr(torch.ops.cutlass_fmha, name).default
+
+    def autograd(keyset: Any, *given: Any, **said: Any) -> Any:
+        if needs_gradient(*(x for x in (*given, *said.values()) if isinstance(x, Tensor))):
+            return _Once.apply(keyset, op, of, said, *given)  # type: ignore[no-untyped-call]
+        return private_torch.after_autograd(op, keyset, *given, **said)
+
+    register_gradients(name, autograd)
 
 
 def _refuse_gradients(name: str, keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,11 +163,16 @@ def tensors_of(said: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: x for name, x in said.items() if isinstance(x, Tensor)}
 
 
-def check_differentiable(inputs: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
-    """Gradients of ``inputs`` are known, in reverse mode alone; of ``others`` they are not."""
-    if private_torch.peek_interpreter_stack() is not None or has_tangent(*inputs.values(), *others.values()):
+def check_reverse(keyset: Any, *tensors: Tensor | None) -> None:
+    """A derivative of the call is in reverse mode, and none of a dispatched op that torch.func transforms."""
+    if has_tangent(*tensors) or (keyset is not None and private_torch.peek_interpreter_stack() is not None):
         raise NotImplementedError(NO_FORWARD_MODE)
-    if names := [name for name, x in others.items() if x.requires_grad]:
+
+
+def check_differentiable(keyset: Any, inputs: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    """Gradients of ``inputs`` are known, in reverse mode alone; of ``others`` they are not."""
+    check_reverse(keyset, *inputs.values(), *others.values())
+    if names := [name for name, x in others.items() if requires_grad(x)]:
         raise NotImplementedError(f"cutlass_fmha has no backward yet for {', '.join(names)}: pass it detached")
 
 
@@ -128,9 +194,16 @@ def between_launches(x: Tensor) -> AbstractContextManager[Scratch | None]:
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd, in reverse or forward mode, would want a derivative of a call on these tensors."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and any(x is not None and requires_grad(x) for x in tensors):
         return True
     return has_tangent(*tensors)
+
+
+def requires_grad(x: Tensor) -> bool:
+    """Of what torch.func's transforms wrap, too: vmap hides what grad asks for."""
+    if x.requires_grad:
+        return True
+    return private_torch.is_transformed(x) and requires_grad(private_torch.unwrapped(x))
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:

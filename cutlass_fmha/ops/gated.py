@@ -261,9 +261,10 @@ def _keep(ctx: Any, given: Sequence[Any], found: Tensor) -> None:
 
 def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     gate, up = ctx.saved_tensors
-    dgate, dup, _ = torch.ops.cutlass_fmha.gated_backward(dispatcher.rows_of_gradient(dout), gate, up, ctx.activation)
+    dgate, dup, _ = dispatcher.call("gated_backward", dispatcher.rows_of_gradient(dout), gate, up, ctx.activation)
     needs = ctx.needs_input_grad[1:3]
     return dgate if needs[0] else None, dup if needs[1] else None
 
 
 rows.differentiable("gated", _keep, _gradients)
+dispatcher.register_once("gated_backward", "a gated unit")

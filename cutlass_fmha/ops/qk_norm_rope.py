@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -338,7 +338,7 @@ dispatcher.register_writes("qk_norm_rope_out", ("q_out", "k_out"))
 # ---- autograd ----------------------------------------------------------------------------------------------
 
 
-class _QKNormRope(torch.autograd.Function):
+class _QKNormRope(dispatcher.Differentiable):
     """Keeps what came in: the norms are computed anew."""
 
     @staticmethod
@@ -368,7 +368,7 @@ class _QKNormRope(torch.autograd.Function):
         said = {**ctx.said, **dict(zip(ctx.names, given, strict=True))}
         out = map(dispatcher.rows_of_gradient, (dq, dk))
         with workspace.inside(ctx.workspace):
-            dq, dk, *of_weights = torch.ops.cutlass_fmha.qk_norm_rope_backward(*out, q, k, q_weight, k_weight, **said)
+            dq, dk, *of_weights = dispatcher.call("qk_norm_rope_backward", *out, q, k, q_weight, k_weight, **said)
         of_weights = [None if w is None else x for w, x in zip((q_weight, k_weight), of_weights, strict=True)]
         return None, None, dq, dk, *of_weights
 
@@ -388,40 +388,10 @@ def _autograd(
         found = private_torch.after_autograd(op, keyset, q, k, q_weight, k_weight, **said)
         return found
     given = {"q": q, "k": k} | Norm(q_weight, k_weight).weights
-    dispatcher.check_differentiable(given, others)
+    dispatcher.check_differentiable(keyset, given, others)
     found = _QKNormRope.apply(keyset, said, q, k, q_weight, k_weight)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Backward(torch.autograd.Function):
-    """Who asks to differentiate the backward is told."""
-
-    @staticmethod
-    def forward(keyset: Any, said: dict[str, Any], *given: Any) -> Four:
-        op = torch.ops.cutlass_fmha.qk_norm_rope_backward.default
-        found: Four = private_torch.after_autograd(op, keyset, *given, **said)
-        return found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
-        raise NotImplementedError(
-            "cutlass_fmha has no backward yet of its backward: qk_norm_rope can be differentiated once"
-        )
-
-
-def _autograd_of_backward(keyset: Any, *given: Any, **said: Any) -> Four:
-    found: Four
-    if dispatcher.needs_gradient(*(x for x in (*given, *said.values()) if isinstance(x, Tensor))):
-        found = _Backward.apply(keyset, said, *given)  # type: ignore[no-untyped-call]
-    else:
-        op = torch.ops.cutlass_fmha.qk_norm_rope_backward.default
-        found = private_torch.after_autograd(op, keyset, *given, **said)
-    return found
-
-
 dispatcher.register_gradients("qk_norm_rope", _autograd)
-dispatcher.register_gradients("qk_norm_rope_backward", _autograd_of_backward)
+dispatcher.register_once("qk_norm_rope_backward", "qk_norm_rope")

@@ -475,7 +475,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dsum: Tensor | None, drstd: Tensor
     dsum = dsum if ctx.residual else None
     if dout is None:  # the sum alone was used
         dout = torch.zeros(x.shape, dtype=ctx.dtype, device=x.device)
-    dx, dweight, dbias = torch.ops.cutlass_fmha.rms_norm_backward(
+    dx, dweight, dbias = dispatcher.call(
+        "rms_norm_backward",
         dispatcher.rows_of_gradient(dout),
         None if dsum is None else dispatcher.rows_of_gradient(dsum),
         x,
@@ -490,3 +491,4 @@ def _gradients(ctx: Any, dout: Tensor | None, dsum: Tensor | None, drstd: Tensor
 
 
 rows.differentiable("rms_norm", _keep, _gradients, lambda given: (*given[:7], True))
+dispatcher.register_once("rms_norm_backward", "rms_norm")

@@ -171,7 +171,7 @@ dispatcher.register_writes("rotary_qk_out", ("q_out", "k_out"))
 # ---- autograd ----------------------------------------------------------------------------------------------
 
 
-class _RotaryQK(torch.autograd.Function):
+class _RotaryQK(dispatcher.Differentiable):
     """The gradient is turned back: the op itself, which so has gradients of every order."""
 
     @staticmethod
@@ -194,7 +194,7 @@ class _RotaryQK(torch.autograd.Function):
         return (
             None,
             None,
-            *torch.ops.cutlass_fmha.rotary_qk(*map(dispatcher.rows_of_gradient, (dq, dk)), **said),
+            *dispatcher.call("rotary_qk", *map(dispatcher.rows_of_gradient, (dq, dk)), **said),
         )
 
 
@@ -205,7 +205,7 @@ def _autograd(keyset: Any, q: Tensor, k: Tensor, **said: Any) -> tuple[Tensor, T
         op = torch.ops.cutlass_fmha.rotary_qk.default
         found = private_torch.after_autograd(op, keyset, q, k, **said)
         return found
-    dispatcher.check_differentiable({"q": q, "k": k}, others)
+    dispatcher.check_differentiable(keyset, {"q": q, "k": k}, others)
     found = _RotaryQK.apply(keyset, said, q, k)  # type: ignore[no-untyped-call]
     return found
 

@@ -75,7 +75,7 @@ def differentiable(
     defaults = [each.default_value if each.has_default_value() else None for each in parameters]
     count = sum("Tensor" in str(each.type) for each in parameters)
 
-    class Differentiable(torch.autograd.Function):
+    class Differentiable(dispatcher.Differentiable):
         @staticmethod
         def forward(keyset: Any, *given: Any) -> Any:
             return private_torch.after_autograd(op, keyset, *given)
@@ -100,8 +100,7 @@ def differentiable(
         inputs = given[:count]
         if not dispatcher.needs_gradient(*inputs):
             return private_torch.after_autograd(op, keyset, *given)
-        if private_torch.peek_interpreter_stack() is not None or dispatcher.has_tangent(*inputs):
-            raise NotImplementedError(dispatcher.NO_FORWARD_MODE)
+        dispatcher.check_reverse(keyset, *inputs)
         return Differentiable.apply(keyset, *with_gradient(given))  # type: ignore[no-untyped-call]
 
     dispatcher.register_gradients(name, autograd)

@@ -1,0 +1,175 @@
+"""torch.func's transforms of the package's functions: what torch.autograd finds, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensors import randn
+from torch import Tensor, func
+
+import cutlass_fmha
+
+HEADS = 4
+STARTS = torch.tensor([0, 2, 2, 7], dtype=torch.int32)
+
+
+def double(*shape: int, seed: int = 0) -> Tensor:
+    return randn(*shape, dtype=torch.float64, seed=seed)
+
+
+COS, SIN = double(7, 4, seed=8).cos(), double(7, 4, seed=9).sin()
+
+
+def flat(found: Any) -> Tensor:
+    return torch.cat([x.flatten() for x in (found if isinstance(found, tuple) else (found,))])
+
+
+def of_rows(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (HEADS, 8))
+
+
+def attended(x: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+    given = {"causal": True, "bias": bias, "sinks": sinks, "dropout_p": 0.25, "dropout_seed": 3}
+    return flat(
+        cutlass_fmha.attention(
+            of_rows(x)[None], *(of_rows(x)[None, :, :2] / n for n in (2, 3)), return_lse=True, **given
+        )
+    )
+
+
+def packed(x: Tensor, _: Tensor, sinks: Tensor) -> Tensor:
+    q = of_rows(x)
+    lengths = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    return flat(cutlass_fmha.attention(q, q / 2, q / 3, window=(2, 0), sinks=sinks, **lengths))
+
+
+def normed(x: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+    weight = bias.flatten()[:32]
+    return flat(cutlass_fmha.rms_norm(x, weight, residual=x * 2)) * sinks.sum()
+
+
+def turned(x: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+    q, k = of_rows(x)[None], of_rows(x)[None, :, :2]
+    angles = COS.to(x.dtype), SIN.to(x.dtype)
+    q, k = cutlass_fmha.rotary_qk(q, k, *angles)
+    q, k = cutlass_fmha.qk_norm_rope(q, k, None, bias.flatten()[:8], sinks.repeat(2), cos=angles[0], sin=angles[1])
+    return flat((q, k))
+
+
+def gated(x: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+    product = cutlass_fmha.silu_and_mul(x) * cutlass_fmha.geglu(x[:, :16], x[:, 16:] * sinks.sum())
+    up, down = bias.flatten()[:32].view(2, 16), bias.flatten()[32:35].view(3, 1)
+    return flat(cutlass_fmha.swiglu_mlp(product, up, down, recompute=True))
+
+
+FUNCTIONS = (attended, packed, normed, turned, gated)
+X, BIAS, SINKS = double(7, 32), double(1, HEADS, 7, 7, seed=1), double(HEADS, seed=2)
+MANY = double(3, 7, 32, seed=4)
+Function = Callable[..., Tensor]
+
+
+def by_autograd(number: Function, x: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of x, a bias and sinks."""
+    leaves = [t.clone().requires_grad_() for t in (x, BIAS, SINKS)]
+    return torch.autograd.grad(number(*leaves), leaves, materialize_grads=True)
+
+
+def squares(call: Function) -> Function:
+    return lambda *given: call(*given).square().sum()
+
+
+def close(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(flat(found), flat(wanted), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("call", FUNCTIONS)
+def test_grad_and_vjp_are_autograds(call: Function) -> None:
+    wanted = by_autograd(squares(call), X)
+    close(func.grad(squares(call), argnums=(0, 1, 2))(X, BIAS, SINKS), wanted)
+    out, pull = func.vjp(call, X, BIAS, SINKS)
+    close(pull(2 * out), wanted)
+    assert wanted[0].abs().max() > 0
+
+
+def mixed(x: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+    half = x.bfloat16() * sinks.sum()
+    return flat((cutlass_fmha.swiglu(half, x * bias.sum()), *cutlass_fmha.rms_norm(x, residual=half)))
+
+
+@pytest.mark.parametrize("call", [*FUNCTIONS, mixed])
+def test_what_is_kept_was_cast_by_autocast(call: Function) -> None:
+    leaves = [x.float() for x in (X, BIAS, SINKS)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, pull = func.vjp(call, *leaves)
+        given = [x.clone().requires_grad_() for x in leaves]
+        wanted = call(*given)
+    found = torch.autograd.grad(wanted, given, torch.ones_like(wanted), materialize_grads=True)
+    assert torch.equal(out, wanted) and torch.equal(flat(pull(torch.ones_like(out))), flat(found))
+
+
+@pytest.mark.parametrize("call", FUNCTIONS)
+def test_jacrev_is_a_vjp_for_each_result(call: Function) -> None:
+    jacobian = func.jacrev(call)(X, BIAS, SINKS)
+    for n in (0, len(jacobian) // 2, len(jacobian) - 1):
+        close(jacobian[n], by_autograd(lambda *given, n=n: call(*given)[n], X)[0])
+
+
+@pytest.mark.parametrize("call", FUNCTIONS)
+def test_gradients_of_each_sample_and_of_all(call: Function) -> None:
+    """vmap of grad, and grad of vmap: of what is mapped, and of what all share."""
+    each = [by_autograd(squares(call), x) for x in MANY]
+    mapped = torch.vmap(func.grad(squares(call), argnums=(0, 2)), in_dims=(0, None, None))(MANY, BIAS, SINKS)
+    close(mapped[0], torch.stack([x for x, _, _ in each]))
+    close(mapped[1], torch.stack([sinks for _, _, sinks in each]))
+    of_all = func.grad(
+        lambda x, b, s: torch.vmap(squares(call), in_dims=(0, None, None))(x, b, s).sum(), argnums=(0, 1, 2)
+    )
+    close(of_all(MANY, BIAS, SINKS), (mapped[0], *(torch.stack(x).sum(0) for x in list(zip(*each, strict=True))[1:])))
+
+
+def test_what_has_no_derivative_is_refused() -> None:
+    q, slopes = of_rows(X)[None], randn(HEADS, seed=3)
+
+    def biased(q: Tensor, slopes: Tensor) -> Tensor:
+        return cutlass_fmha.attention(q, q, q, alibi_slopes=slopes).sum()
+
+    sentence = "no backward yet for alibi_slopes: pass it detached"
+    with pytest.raises(NotImplementedError, match=sentence):
+        func.grad(biased, argnums=1)(q, slopes)
+    with pytest.raises(NotImplementedError, match=sentence):  # vmap hides that it is asked for
+        func.grad(lambda s: torch.vmap(biased, in_dims=(None, 0))(q, s).sum())(slopes[None])
+    func.grad(biased)(q, slopes)
+    with pytest.raises(NotImplementedError, match="no backward yet for cos"):
+        func.grad(lambda cos: flat(cutlass_fmha.rotary_qk(q, q, cos, SIN)).sum())(COS)
+    with pytest.raises(NotImplementedError, match="in forward mode"):
+        func.jvp(lambda cos: flat(cutlass_fmha.rotary_qk(q, q, cos, SIN)), (COS,), (COS,))
+    for call in FUNCTIONS:
+        for transform in (
+            lambda f: func.jvp(f, (X,), (X,)),
+            lambda f: func.linearize(f, X),
+            lambda f: func.jacfwd(f)(X),
+        ):
+            with pytest.raises(NotImplementedError, match="in forward mode"):
+                transform(lambda x, call=call: call(x, BIAS, SINKS))
+    with pytest.raises(NotImplementedError, match="its functions, with torch.func.grad"):
+        func.grad(lambda q: torch.ops.cutlass_fmha.forward(q, q, q, 1.0, "none", False, None)[0].sum())(q)
+
+
+@pytest.mark.parametrize("call", [attended, normed, gated])
+def test_there_is_no_second_derivative(call: Function) -> None:
+    with pytest.raises(NotImplementedError, match="can be differentiated once"):
+        func.grad(lambda x: func.grad(squares(call))(x, BIAS, SINKS).sum())(X)
+
+
+def test_rotations_have_derivatives_of_every_order() -> None:
+    q = of_rows(X)[None]
+
+    def energy(q: Tensor) -> Tensor:
+        return flat(cutlass_fmha.rotary_qk(q, q, COS, SIN)).pow(3).sum()
+
+    leaf = q.clone().requires_grad_()
+    (once,) = torch.autograd.grad(energy(leaf), leaf, create_graph=True)
+    close(func.grad(lambda q: func.grad(energy)(q).sum())(q), torch.autograd.grad(once.sum(), leaf))
