@@ -445,10 +445,14 @@ def test_a_second_chunk_of_a_prompt_sees_the_first(implementation: str, cache: s
     assert error(chunks(implementation), chunks("eager")) <= TOLERANCE
 
 
+compiles = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="it compiles no model of transformers 5.20, whatever its attention"
+)
+
+
+@compiles
 @pytest.mark.parametrize("implementation", [MASKS, FLASH])
 def test_a_graph_without_breaks_gives_the_same(implementation: str) -> None:
-    if torch.__version__.startswith("2.6."):
-        pytest.skip("torch 2.6 compiles no model of transformers 5.20, whatever its attention")
     network, mask = model("Mistral", 0.0), padding("left")
     network.set_attn_implementation(implementation)
     compiled = torch.compile(network, backend="eager", fullgraph=True)
@@ -457,6 +461,21 @@ def test_a_graph_without_breaks_gives_the_same(implementation: str) -> None:
             wanted = network(tokens(2, 9), **arguments, use_cache=False).logits[mask.bool()]
             found = compiled(tokens(2, 9), **arguments, use_cache=False).logits[mask.bool()]
             assert error(found, wanted) <= TOLERANCE
+
+
+@compiles
+@pytest.mark.parametrize("implementation", [MASKS, FLASH])
+def test_a_graph_of_packed_sequences_gives_the_same(implementation: str) -> None:
+    """Its mask is dense, and FA2's words for them are said beside it."""
+    network, ids = model("Mistral", 0.0), tokens(1, 9)
+    starts, positions = torch.tensor([0, 5, 9]), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    said = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 5, "max_length_k": 5}
+    network.set_attn_implementation(implementation)
+    compiled = torch.compile(network, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        wanted = torch.cat([network(part, use_cache=False).logits for part in (ids[:, :5], ids[:, 5:])], 1)
+        for more in (said, {}):
+            assert error(compiled(ids, position_ids=positions, use_cache=False, **more).logits, wanted) <= TOLERANCE
 
 
 def test_patterns_that_lengths_and_windows_can_not_say_stay_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,6 +543,7 @@ def call(module: Any = None, forward: Any = integration.attention_forward, **opt
 
 flash = functools.partial(call, forward=integration.flash_forward)
 CU, HALVES, PADDED = torch.tensor([0, 1, 4]), torch.tensor([0, 2, 4]), torch.tensor([[0, 1, 1, 1]])
+BAND = torch.ones(1, 1, 4, 4).tril().bool()
 
 
 @pytest.mark.parametrize(
@@ -539,6 +559,7 @@ CU, HALVES, PADDED = torch.tensor([0, 1, 4]), torch.tensor([0, 2, 4]), torch.ten
         (flash, {"position_bias": torch.zeros(1)}, NotImplementedError, "use cutlass_fmha"),
         (flash, {"indices": torch.zeros(1)}, NotImplementedError, "use cutlass_fmha"),
         (flash, {"cu_seq_lens_q": CU}, ValueError, "only taken with cu_seq_lens_k"),
+        (call, {"cu_seq_lens_q": CU, "attention_mask": BAND}, ValueError, "only taken with cu_seq_lens_k"),
         (flash, {"cu_seq_lens_q": CU, "cu_seq_lens_k": CU, "attention_mask": PADDED}, ValueError, "exclude each other"),
     ],
 )
@@ -595,6 +616,8 @@ def test_what_a_layer_says_without_a_mask_of_ours() -> None:
     assert torch.equal(call(attention_mask=additive, position_bias=bias), call(attention_mask=additive + bias))
     packed = flash(cu_seq_lens_q=HALVES, cu_seq_lens_k=HALVES)
     assert not torch.equal(packed, causal)
+    for mask in (BAND, torch.zeros(BAND.shape).masked_fill(~BAND, float("-inf"))):
+        torch.testing.assert_close(call(attention_mask=mask, cu_seq_lens_q=HALVES, cu_seq_lens_k=HALVES), packed)
     for says in (
         {"attention_mask": [[1, 1, 2, 2]]},
         {"position_ids": [[1, 2, 0, 1]]},

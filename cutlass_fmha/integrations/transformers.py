@@ -53,8 +53,7 @@ _REFUSED = {
 }
 _SIDES = tuple((f"cu_seq_lens_{x}", f"cu_seqlens_{x}", f"max_length_{x}", f"max_seqlen_{x}") for x in "qk")
 _NO_INDICES = {"indices": "sparse attention but by a mask: use cutlass_fmha"}
-_BY_MASKS = {**_REFUSED, "cu_seq_lens_q": "packed sequences with masks: use cutlass_fmha_flash, without one"}
-_WITHOUT_MASK = {**_BY_MASKS, **_NO_INDICES}
+_WITHOUT_MASK = {**_REFUSED, **_NO_INDICES, "cu_seq_lens_q": "packed sequences without masks: use cutlass_fmha_flash"}
 _BY_LENGTHS = {**_REFUSED, **_NO_INDICES, "position_bias": "a position bias with lengths: use cutlass_fmha"}
 
 
@@ -176,7 +175,7 @@ def attention_forward(
 
     Raises NotImplementedError for what would have to be dropped.
     """
-    said = _said_of_scores(dropout, kwargs, _WITHOUT_MASK if attention_mask is None else _BY_MASKS)
+    said = _said_of_scores(dropout, kwargs, _WITHOUT_MASK if attention_mask is None else _REFUSED)
     if "bias" in said:
         said["bias"] = _neighbours.of(said["bias"])
     if attention_mask is not None:
@@ -184,6 +183,8 @@ def attention_forward(
         keys, seen = key.size(2), attention_mask
         if seen.size(-1) != keys:
             seen = seen[..., :keys]
+        if kwargs.get("cu_seq_lens_q") is not None:
+            seen = _apart(seen, kwargs)
         if seen.dtype is torch.bool:
             said["mask"] = seen
         else:
@@ -237,6 +238,16 @@ def flash_forward(
         key, value = key[:, :, : found.seen], value[:, :, : found.seen]
     causal = found.causal and (queries > 1 or "cu_seqlens_q" in arguments)
     return _attend(query, key, value, causal, scaling, {**said, **arguments})
+
+
+def _apart(mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """A dense mask that also hides what packed sequences have not in common. Graphs have one, where FA2 has none."""
+    numbers = []
+    for starts, size in zip(_starts(kwargs), mask.shape[-2:], strict=True):
+        rows = torch.arange(size, device=mask.device)
+        numbers.append(torch.searchsorted(starts[1:].contiguous(), rows, right=True))
+    own = numbers[0][:, None] == numbers[1]
+    return mask & own if mask.dtype is torch.bool else mask.masked_fill(~own, -torch.inf)
 
 
 def _read(mask: Tensor | None, queries: int, keys: int, causal: bool, window: int | None) -> Said:
@@ -297,12 +308,18 @@ def _said_of_scores(dropout: float, kwargs: dict[str, Any], refused: dict[str, s
     return said
 
 
+def _starts(kwargs: dict[str, Any]) -> list[Tensor]:
+    """Where packed sequences begin, of queries and of keys."""
+    found = [kwargs.get(each[0]) for each in _SIDES]
+    if any(each is None for each in found):
+        raise ValueError("cu_seq_lens_q is only taken with cu_seq_lens_k.")
+    return found  # type: ignore[return-value]
+
+
 def _packed(kwargs: dict[str, Any]) -> dict[str, Any]:
     """transformers' words for packed sequences in ours. A longest length on the device is waited for."""
     said: dict[str, Any] = {}
-    for their_starts, starts, their_longest, longest in _SIDES:
-        if (tensor := kwargs.get(their_starts)) is None:
-            raise ValueError("cu_seq_lens_q is only taken with cu_seq_lens_k.")
+    for tensor, (_, starts, their_longest, longest) in zip(_starts(kwargs), _SIDES, strict=True):
         said[starts] = tensor if tensor.dtype is torch.int32 else tensor.int()
         if (number := kwargs.get(their_longest)) is not None:
             said[longest] = int(number)
