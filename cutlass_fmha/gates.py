@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from cutlass_fmha import autocast, private_torch
+from cutlass_fmha import autocast
 from cutlass_fmha.arguments import check, results, tensors
 from cutlass_fmha.ops import dispatcher
 
@@ -104,9 +104,8 @@ def swiglu_mlp(
     if out is not None:
         return _mlp_to(x, w_gate_up, w_down, out)
     both = linear(x, w_gate_up)
-    wanted = torch.is_grad_enabled() and (both.requires_grad or w_down.requires_grad)
-    # Under torch.func the op has its say.
-    if recompute and wanted and (torch.compiler.is_compiling() or not private_torch.peek_interpreter_stack()):
+    wanted = torch.is_grad_enabled() and (dispatcher.requires_grad(both) or dispatcher.requires_grad(w_down))
+    if recompute and wanted:
         if autocast.dtype_of(x) is not None:
             w_down = autocast.cast(w_down, both.dtype)
         output: Tensor = _GatedProduct.apply(both, w_down)  # type: ignore[no-untyped-call]
@@ -150,10 +149,15 @@ def _check_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> None:
 class _GatedProduct(torch.autograd.Function):
     """silu_and_mul(both) @ w_down.T, of which only the arguments are kept."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, both: Tensor, w_down: Tensor) -> Tensor:
-        ctx.save_for_backward(both, w_down)
+    def forward(both: Tensor, w_down: Tensor) -> Tensor:
         return linear(silu_and_mul(both), w_down)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -28,14 +28,12 @@ def _something() -> int:
 
 len_torch_function_stack: Callable[[], int] = getattr(_C, "_len_torch_function_stack", _something)
 len_torch_dispatch_stack: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", _something)
-peek_interpreter_stack: Callable[[], Any] = getattr(
-    getattr(_C, "_functorch", None), "peek_interpreter_stack", _something
-)
-#: Of a tensor in a transform of torch.func: whether it is one, and what it wraps.
-is_transformed: Callable[[Any], bool] = getattr(
-    getattr(_C, "_functorch", None), "is_functorch_wrapped_tensor", lambda x: False
-)
-unwrapped: Callable[[Any], Any] = getattr(getattr(_C, "_functorch", None), "get_unwrapped", lambda x: x)
+_functorch: Any = getattr(_C, "_functorch", None)
+peek_interpreter_stack: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", _something)
+#: Of a tensor in a transform of torch.func: whether it is one, whether it is vmap's, and what it wraps.
+is_transformed: Callable[[Any], bool] = getattr(_functorch, "is_functorch_wrapped_tensor", lambda x: False)
+is_batched: Callable[[Any], bool] = getattr(_functorch, "is_batchedtensor", lambda x: False)
+unwrapped: Callable[[Any], Any] = getattr(_functorch, "get_unwrapped", lambda x: x)
 get_tracing_state: Callable[[], Any] = getattr(_C, "_get_tracing_state", _something)
 
 #: Modules, whose ``_current_level`` and ``_is_profiler_enabled`` change.
@@ -48,6 +46,13 @@ any_autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled
 
 #: A context without autocast, of any device type, at a sixth of torch.autocast's cost; None: there is none.
 disable_autocast: Any = getattr(_C, "_DisableAutocast", None)
+
+
+def innermost(x: Any) -> Any:
+    """What the transforms of torch.func wrap, which has memory."""
+    while is_transformed(x):
+        x = unwrapped(x)
+    return x
 
 
 # ---- from one implementation of an op to the next ----------------------------------------------------------

@@ -11,6 +11,7 @@ from tensors import randn
 from torch import Tensor, func
 
 import cutlass_fmha
+from cutlass_fmha.flash_attn.layers.rotary import apply_rotary_emb
 
 HEADS = 4
 STARTS = torch.tensor([0, 2, 2, 7], dtype=torch.int32)
@@ -128,6 +129,57 @@ def test_gradients_of_each_sample_and_of_all(call: Function) -> None:
         lambda x, b, s: torch.vmap(squares(call), in_dims=(0, None, None))(x, b, s).sum(), argnums=(0, 1, 2)
     )
     close(of_all(MANY, BIAS, SINKS), (mapped[0], *(torch.stack(x).sum(0) for x in list(zip(*each, strict=True))[1:])))
+
+
+def masked(q: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+    """Of eight keys, which kernels read at once where 16-bit biases and masks lie so: it is looked at."""
+    return flat(cutlass_fmha.attention(q, q, q / 2, mask=mask, bias=bias).float()).square().sum()
+
+
+def test_masks_and_biases_have_no_address_in_transforms() -> None:
+    q, bias = double(3, 1, 8, 4, 8).bfloat16(), double(3, 1, 4, 8, 8, seed=1).bfloat16()
+    mask = double(3, 1, 1, 8, 8, seed=2) > -0.5
+    leaves = q.clone().requires_grad_(), bias.clone().requires_grad_()
+    each = [masked(a, m, b) for a, m, b in zip(leaves[0], mask, leaves[1], strict=True)]
+    wanted = torch.autograd.grad(torch.stack(each).sum(), leaves)
+    found = torch.vmap(func.grad(masked, argnums=(0, 2)))(q, mask, bias)
+    one = func.grad(masked, argnums=(0, 2))(q[0], mask[0], bias[0])
+    mapped = torch.autograd.grad(torch.vmap(masked)(leaves[0], mask, leaves[1]).sum(), leaves)
+    for x, by_one, by_autograd, y in zip(found, one, mapped, wanted, strict=True):
+        assert torch.equal(x, y) and torch.equal(by_one, y[0]) and torch.equal(by_autograd, y)
+
+
+def test_what_needs_no_derivative_goes_on() -> None:
+    """Beside others, in both modes, and where a result has a place."""
+    q, one = of_rows(MANY)[:, None], torch.ones((), dtype=torch.float64)
+
+    def scaled(s: Tensor) -> Tensor:
+        return s * torch.vmap(lambda x: cutlass_fmha.attention(x, x, x))(q).sum()
+
+    wanted = cutlass_fmha.attention(q[:, 0], q[:, 0], q[:, 0]).sum()
+    close(func.jvp(scaled, (one,), (one,))[1], wanted)
+    close(func.grad(scaled)(one), wanted)
+    room = torch.empty_like(q[:, 0])
+    into = func.grad(lambda s: s * cutlass_fmha.attention(q[:, 0], q[:, 0], q[:, 0], out=room).sum())
+    close(into(one), wanted)
+    with pytest.raises(NotImplementedError, match="out and lse are not taken where a gradient is"):
+        func.grad(lambda x: cutlass_fmha.attention(x, x, x, out=room).sum())(q[:, 0])
+    with pytest.raises(NotImplementedError, match="in forward mode"):
+        func.jvp(torch.vmap(lambda x: cutlass_fmha.attention(x, x, x)), (q,), (q,))
+
+
+def test_flash_attns_rotary_and_a_compiler_around() -> None:
+    x = double(2, 7, 2, 8)
+    leaf, both = x.clone().requires_grad_(), double(2, 32, seed=5)
+
+    def rotated(x: Tensor) -> Tensor:
+        return apply_rotary_emb(x, COS, SIN).square().mul(x).sum()
+
+    close(func.grad(rotated)(x), torch.autograd.grad(rotated(leaf), leaf))
+    torch.compiler.reset()
+    close(torch.compile(func.grad(rotated), backend="aot_eager")(x), torch.autograd.grad(rotated(leaf), leaf))
+    many = torch.vmap(func.grad(lambda x: gated(x, BIAS, SINKS).sum()))
+    close(torch.compile(many, backend="aot_eager")(both[:, None]), many(both[:, None]))
 
 
 def test_what_has_no_derivative_is_refused() -> None:

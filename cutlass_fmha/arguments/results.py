@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from cutlass_fmha import private_torch
 from cutlass_fmha.arguments import check
 from cutlass_fmha.features import Sizes
 
@@ -110,8 +111,12 @@ def check_apart(written: Sequence[Placed], read: Sequence[Placed]) -> None:
 def check_apart_before(to: Mapping[str, Tensor | None], read: Mapping[str, Tensor | None]) -> None:
     """The same before anything is done, under a caller's names, of tensors that have addresses."""
     given = [x for x in (*to.values(), *read.values()) if x is not None]
-    if not torch.compiler.is_compiling() and all(type(x) is Tensor and not x.is_meta for x in given):
+    if not torch.compiler.is_compiling() and all(_has_address(x) for x in given):
         check_apart(placed(to), placed(read))
+
+
+def _has_address(x: Tensor) -> bool:
+    return type(x) is Tensor and not x.is_meta and not private_torch.is_transformed(x)
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from cutlass_fmha import private_torch
 from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.check_features import broadcast_strides, check_features
 from cutlass_fmha.dispatch.problem import EVEN, FEATURES, MAX_KEY_SPAN, SCORE_RUN, Problem, mean_length
@@ -176,7 +177,7 @@ def in_runs(scores: Tensor | None, sizes: Sizes, element_bytes: int) -> bool:
     batch, head, query, key = broadcast_strides(scores, sizes)
     if key != 1 or sizes.seqlen_k % SCORE_RUN or scores.element_size() != element_bytes:
         return False
-    bits = scores.data_ptr() | (batch | head | query) * element_bytes
+    bits = private_torch.innermost(scores).data_ptr() | (batch | head | query) * element_bytes
     return bits % (SCORE_RUN * element_bytes) == 0 and query * element_bytes < 2**32
 
 

@@ -210,7 +210,8 @@ def has_tangent(*tensors: Tensor | None) -> bool:
     """Whether autograd is in forward mode, and has a derivative of one of these."""
     if private_torch.forward_ad._current_level < 0:
         return False
-    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    asked = (x for x in tensors if x is not None and not private_torch.is_batched(x))  # vmap's are asked inside of it
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in asked)
 
 
 def refuse_elsewhere(name: str) -> None:

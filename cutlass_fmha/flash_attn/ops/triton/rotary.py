@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cutlass_fmha.arguments import check, tensors
 from cutlass_fmha.attention import contiguous_rows
+from cutlass_fmha.ops import dispatcher
 from cutlass_fmha.ops.angles import Angles
 
 
@@ -73,7 +74,7 @@ def turn(
     # A compiler finds out by itself what need not be copied, and traces the gradient of a copy only.
     copied = torch.compiler.is_compiling() and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     if not inplace or copied:
-        dense = torch.ops.cutlass_fmha.rotary_qk(*dense, **said._asdict(), inverse=conjugate)
+        dense = dispatcher.call("rotary_qk", *dense, **said._asdict(), inverse=conjugate)
         if not inplace:
             return dense
     else:
