@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("markexpr") != "gpu":
+    if config.getoption("markexpr") != "gpu" or is_worker(config):
         use_one_thread()
     config.stash[REPORT] = ParityReport()
     config.pluginmanager.register(config.stash[REPORT])
@@ -73,7 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def use_one_thread() -> None:
-    """Without a GPU tensors are small: more threads gain nothing, and spin where others want the core."""
+    """Without a GPU tensors are small, and a gate has a process for each core: more threads gain nothing, and spin where
+    others want the core."""
     import torch
 
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))  # of children, too

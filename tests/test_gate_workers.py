@@ -33,7 +33,10 @@ import os
 from types import SimpleNamespace
 
 cuda = SimpleNamespace(empty_cache=lambda: None, mem_get_info=lambda: (0, int(os.environ.get('PLACES', 1)) * 2**34))
-def set_num_threads(number): pass
+threads = 16
+def set_num_threads(number):
+    global threads
+    threads = number
 """,
     "source_hash.py": "def source_hash(): return 'hash'",
     "oracle.py": """
@@ -77,6 +80,7 @@ parity_report.environment = lambda arch, mode, source_hash: {
     "test_parity.py": """
 import os
 import pytest
+import torch
 from oracle import Errors
 
 pytestmark = pytest.mark.gpu
@@ -84,6 +88,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("number", range(12))
 @pytest.mark.parametrize("row", ["one", "two"])
 def test_row(row, number, parity):
+    assert torch.threads == (1 if "PYTEST_XDIST_WORKER" in os.environ else 16), "processes share the cores"
     if f"{row}{number}" == os.environ.get("CRASH"):
         os._exit(3)
     if f"{row}{number}" == os.environ.get("SKIP"):
