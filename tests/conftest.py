@@ -73,8 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def use_one_thread() -> None:
-    """Without a GPU tensors are small, and a gate has a process for each core: more threads gain nothing, and spin where
-    others want the core."""
+    """Without a GPU tensors are small, and a gate has a process for each core: more threads gain nothing, and spin
+    where others want the core."""
     import torch
 
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))  # of children, too
