@@ -345,7 +345,7 @@ def test_packed_sequences_do_not_see_each_other(name: str, implementation: str, 
     with torch.no_grad(), layers(network):
         wanted = torch.cat([network(part).logits for part in ids.split([6, 5], dim=1)], dim=1)
         network.set_attn_implementation(implementation)
-        if implementation == MASKS and said == "starts":
+        if implementation == MASKS and said == "starts" and name == "Llama":  # which has no mask that they could join
             with pytest.raises(NotImplementedError, match="use cutlass_fmha_flash"):
                 network(ids, **options)
             return
@@ -353,7 +353,7 @@ def test_packed_sequences_do_not_see_each_other(name: str, implementation: str, 
         with attention(seen):
             found = network(ids, **options).logits
     # With a cache, masks know nothing of positions, sdpa's neither.
-    assert (error(found, wanted) <= TOLERANCE) == (implementation == FLASH or said == "nothing")
+    assert (error(found, wanted) <= TOLERANCE) == (implementation == FLASH or said in ("nothing", "starts"))
     assert ("cu_seqlens_q" in seen) == (implementation == FLASH)
 
 

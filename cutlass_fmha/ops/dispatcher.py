@@ -201,8 +201,8 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 def requires_grad(x: Tensor) -> bool:
     """Of what torch.func's transforms wrap, too: vmap hides what grad asks for."""
-    if x.requires_grad:
-        return True
+    if x.requires_grad or torch.compiler.is_compiling():  # a compiler can't ask for more
+        return x.requires_grad
     return private_torch.is_transformed(x) and requires_grad(private_torch.unwrapped(x))
 
 
