@@ -468,7 +468,7 @@ def test_a_graph_without_breaks_gives_the_same(implementation: str) -> None:
 def test_a_graph_of_packed_sequences_gives_the_same(implementation: str) -> None:
     """Its mask is dense, and FA2's words for them are said beside it."""
     network, ids = model("Mistral", 0.0), tokens(1, 9)
-    starts, positions = torch.tensor([0, 5, 9]), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    starts, positions = torch.tensor([0, 5, 9]).int(), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
     said = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 5, "max_length_k": 5}
     network.set_attn_implementation(implementation)
     compiled = torch.compile(network, backend="eager", fullgraph=True)

@@ -244,7 +244,7 @@ def _apart(mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """A dense mask that also hides what packed sequences have not in common. Graphs have one, where FA2 has none."""
     numbers = []
     for starts, size in zip(_starts(kwargs), mask.shape[-2:], strict=True):
-        rows = torch.arange(size, device=mask.device)
+        rows = torch.arange(size, device=mask.device, dtype=starts.dtype)
         numbers.append(torch.searchsorted(starts[1:].contiguous(), rows, right=True))
     own = numbers[0][:, None] == numbers[1]
     return mask & own if mask.dtype is torch.bool else mask.masked_fill(~own, -torch.inf)
