@@ -149,7 +149,7 @@ def _check_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> None:
 class _GatedProduct(torch.autograd.Function):
     """silu_and_mul(both) @ w_down.T, of which only the arguments are kept."""
 
-    generate_vmap_rule = True
+    generate_vmap_rule = True  # but no jvp, as the others have: compilers trace this one, and no function with a jvp
 
     @staticmethod
     def forward(both: Tensor, w_down: Tensor) -> Tensor:

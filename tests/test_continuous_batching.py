@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from unittest import mock
 
@@ -15,6 +16,7 @@ from cutlass_fmha.integrations import hub
 from cutlass_fmha.integrations import transformers as integration
 
 transformers = pytest.importorskip("transformers", reason="requirements/demo.txt is not installed")
+initialization = pytest.importorskip("transformers.generation.continuous_batching.initialization", reason="is of 5.24")
 
 NEW, NONE = 8, -1
 PROMPTS = [list(range(3, 3 + length)) for length in (5, 16, 33)]
@@ -63,8 +65,7 @@ def test_the_kernel_of_the_hub_takes_block_tables(
 ) -> None:
     """Which transformers hands out on a GPU alone: the question is answered for it."""
     kernels = pytest.importorskip("kernels")
-    initialization = pytest.importorskip("transformers.generation.continuous_batching.initialization")
-    loader = pytest.importorskip("transformers.integrations.hub_kernels")
+    loader = importlib.import_module("transformers.integrations.hub_kernels")
     monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *_: None)
     monkeypatch.setattr(loader, "is_kernels_available", lambda: True)
     monkeypatch.setattr(loader, "get_kernel", lambda name, **_: kernels.get_kernel(name, version=1))
