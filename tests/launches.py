@@ -57,18 +57,17 @@ UNKNOWN = {
 
 def fit(problem: Problem, row: _C.Row) -> Problem:
     """The problem as a row can take it."""
-    if row.family in ("ranged", "score_mod", "masked"):
-        problem = only_ranges(problem, row.family)
-    if row.family == "masked":
-        problem = only_runs(problem)
     p = replace(problem, **{name: DEFAULTS[name] for name in UNKNOWN.get(row.family, ())})
+    if row.family in ("ranged", "score_mod", "masked", "wide_scored"):
+        p = only_ranges(p, row.family)
+    if row.family == "masked":
+        p = only_runs(p)
     if row.family in PLAIN:
         layout = p.layout if p.runs_on(row.alignment) else "bshd"
         return replace(p, head_dim=row.head_dim, head_dim_v=row.head_dim, layout=layout)
     if row.family == "wide":
         return fit_wide(p, row)
     if row.family == "wide_scored":
-        p = only_ranges(p, row.family)
         return fitted(fit_head_dims(p, row), row.head_dim, row.head_dim, row.tile_m, row.tile_n)
     if row.copy == "tma" and p.page_size:
         p = replace(p, leftpad=False)
@@ -147,11 +146,6 @@ class Launch:
     def of(cls, row: _C.Row, problem: Problem, device: torch.device | str) -> Launch:
         """A launch of any row, of the problem as the row can take it."""
         problem, dtype = fit(problem, row), gpu.torch_dtype(row)
-        if row.family == "wide":
-            call = problem.call(dtype, device)
-            room = outputs(problem, call, wide.padded(row, call.v.shape[-1]), aligned=True)
-            error = SPLIT_ERROR if row.mma == "tf32x3" else 0.0
-            return WideLaunch(row, problem, call, *room, product_error=error)
         if row.family in PLAIN:
             inputs = problem.inputs(dtype, row.head_dim, device)
             call = Call(*inputs, problem.scale, problem.causal, {}, problem.exact_scores)
@@ -159,28 +153,27 @@ class Launch:
             room = outputs(problem, call, problem.head_dim_v, layout=layouts[problem.seed % len(layouts)])
             return Launch(row, problem, call, *room)
         call = problem.call(dtype, device)
+        if row.family == "wide":
+            room = outputs(problem, call, wide.padded(row, call.v.shape[-1]), aligned=True)
+            error = SPLIT_ERROR if row.mma == "tf32x3" else 0.0
+            return WideLaunch(row, problem, call, *room, product_error=error)
         error = SPLIT_ERROR if row.family == "wide_scored" and row.dtype == "float32" else 0.0
         return Launch(row, problem, call, *outputs(problem, call, problem.head_dim_v), product_error=error)
 
     def __post_init__(self) -> None:
         self.plan = _plan(self.problem, self.call, self.lse)
-        self._add_splits()
+        if (splits := self.problem.num_splits or 1) == 1:
+            return
+        self.plan.splits = splits
+        sizes = [splits * self.plan.lse_rows * width for width in (self.problem.head_dim_v, 1, 1)]
+        self.partial = [torch.full((size,), torch.nan, device=self.call.q.device) for size in sizes]
+        if self.plan.lse_rows:
+            addresses = [tensor.data_ptr() for tensor in self.partial]
+            self.plan.partial_o, self.plan.partial_lse, self.plan.partial_low = addresses
 
     def put(self, **tensors: Tensor) -> None:
         """Other tensors for q, k or v."""
         self.call = self.call._replace(**tensors)
-
-    def _add_splits(self) -> None:
-        splits = self.problem.num_splits or 1
-        if splits == 1:
-            return
-        rows, device = self.plan.lse_rows, self.call.q.device
-        widths = (self.problem.head_dim_v, 1, 1)
-        self.partial = [torch.full((splits * rows * n,), torch.nan, device=device) for n in widths]
-        self.plan.splits = splits
-        if rows:
-            addresses = [tensor.data_ptr() for tensor in self.partial]
-            self.plan.partial_o, self.plan.partial_lse, self.plan.partial_low = addresses
 
     def params(self) -> _C.AttentionParams:
         p, strides = self.plan.copy(), _strides if self.row.takes_features else lambda x: x.stride()[:3]
@@ -202,15 +195,14 @@ class Launch:
 
     def errors(self) -> oracle.Errors:
         """How far the outputs are from fp64."""
-        out, lse = self.out.view[..., : self.problem.head_dim_v], None if self.lse is None else self.lse.view
+        out, lse = self.out.view[..., : self.problem.head_dim_v], self.lse and self.lse.view
         if out.numel() == 0:
             return oracle.Errors(0.0, 0.0)
         return compare(self.call, out, lse, self.product_error)
 
     def intact(self) -> bool:
         """Whether the kernels wrote nothing but their outputs."""
-        checks = [self.out.intact()] + ([self.lse.intact()] if self.lse else [])
-        return bool(torch.stack(checks).all())
+        return all(bool(buffer.intact()) for buffer in (self.out, self.lse) if buffer)
 
     def check(self) -> oracle.Errors:
         """Launch and compare: the errors, or AssertionError."""
@@ -226,9 +218,8 @@ class WideLaunch(Launch):
     def run(self, stream: int | None = None, tail: Tail | None = None) -> None:
         """Launch on torch's current stream."""
         call, features = self.call, Features(**op_arguments(self.call.q, self.call.features))
-        tensors = (call.q, call.k, call.v)
+        tensors, lse = call[:3], self.lse and self.lse.view
         scale = self.problem.head_dim**-0.5 if call.scale is None else call.scale
-        lse = None if self.lse is None else self.lse.view
         sizes = check_features(tensors, features)
         wide.run(self.row, tensors, self.out.view, lse, scale, call.causal, features, sizes)
 
@@ -243,9 +234,8 @@ def outputs(
     problem: Problem, call: Call, width: int, aligned: bool = False, layout: str = ""
 ) -> tuple[Guarded, Guarded | None]:
     """Room for O, rows of ``width``, and for the LSE between NaN; ``aligned``: for 16-byte stores."""
-    packed = problem.packed_q
-    shape = (*call.q.shape[:-1], width)
-    like = torch.empty((1, *shape) if packed else shape, dtype=call.q.dtype, device=call.q.device)
+    packed, shape = problem.packed_q, (*call.q.shape[:-1], width)
+    like = call.q.new_empty((1, *shape) if packed else shape)
     layout = layout or problem.out_layout
     if layout == "unaligned" and not aligned:
         view = place(like, row_pad=1, offset=GUARD + 1)
@@ -278,8 +268,9 @@ def _plan(problem: Problem, call: Call, lse: Guarded | None) -> _C.AttentionPara
     p.scale = problem.head_dim**-0.5 if call.scale is None else call.scale
     p.softcap = problem.softcap
     p.bottom_right = call.causal != "top-left"
-    left, right = problem.window or (-1, -1)
-    p.window_left, p.window_right = left, right if call.causal == "none" else 0
+    p.window_left, p.window_right = problem.window or (-1, -1)
+    if call.causal != "none":
+        p.window_right = 0
     for name, place_of in ADDRESSES.items():
         if (tensor := features.get(name)) is not None and tensor.numel():
             setattr(p, place_of, tensor.data_ptr())

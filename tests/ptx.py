@@ -13,8 +13,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-TEXT_BYTES = 1 << 16
-
 
 class SimulationError(RuntimeError):
     """What the simulator says of a program that is wrong."""
@@ -42,17 +40,14 @@ def run_text(
     text: str, arguments: Sequence[Any], threads: int = 32, blocks: int = 1, shared: int = 0, seed: int = 0
 ) -> None:
     """Launch a program's kernel. Arrays are passed by address, bytes as they are. Raises SimulationError."""
-    values: list[Any] = [
-        ctypes.c_uint64(x.ctypes.data) if isinstance(x, np.ndarray) else ctypes.create_string_buffer(x, len(x))
-        for x in arguments
+    values = [
+        ctypes.c_uint64(x.ctypes.data) if isinstance(x, np.ndarray) else (ctypes.c_char * len(x))(*x) for x in arguments
     ]
     pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
-    error = ctypes.create_string_buffer(TEXT_BYTES)
-    failed = library().simulator_run(
-        text.encode(), b"kernel", (ctypes.c_uint32 * 3)(blocks, 1, 1), (ctypes.c_uint32 * 3)(threads, 1, 1),
-        ctypes.c_uint32(shared), pointers, ctypes.c_uint64(seed), error, ctypes.c_size_t(TEXT_BYTES),
-    )  # fmt: skip
-    if failed:
+    error = ctypes.create_string_buffer(1 << 16)
+    sizes = map(ctypes.c_uint32, (blocks, threads, shared))
+    end = (pointers, ctypes.c_uint64(seed), error, ctypes.c_size_t(len(error)))
+    if library().simulator_run(text.encode(), b"kernel", *sizes, *end):
         raise SimulationError(error.value.decode())
 
 
@@ -61,25 +56,18 @@ def run(body: str, *arrays: np.ndarray, declarations: str = "", **options: Any) 
     run_text(module(body, len(arrays), declarations), arrays, **options)
 
 
-# ---- an opcode for each element of arrays ------------------------------------------------------------------
-
-
 def apply(opcode: str, result: np.dtype, *arrays: np.ndarray) -> np.ndarray:
     """``opcode`` on arrays of equal length, element by element; or statements that make %out of %in0, %in1, ..."""
     out = np.zeros(len(arrays[0]), dtype=result)
     assert len(out) % 32 == 0, "whole warps"
-
-    def place(number: int, x: np.ndarray) -> str:
-        name, at = "%out" if x is out else f"%in{number}", f"%a{number}"
-        begin = f".reg .b{8 * x.itemsize} {name}; ld.param.u64 {at}, [p{number}];"
-        return f"{begin} mad.wide.u32 {at}, %index, {x.itemsize}, {at};"
-
     lines = [".reg .b32 %index, %t; .reg .b64 %a<16>; .reg .pred %p0; mov.u32 %index, %ctaid.x;"]
     lines += ["mov.u32 %t, %tid.x; mad.lo.u32 %index, %index, 32, %t;"]
-    lines += [place(number, x) for number, x in enumerate((*arrays, out))]
-    lines += [f"ld.global.b{8 * x.itemsize} %in{n}, [%a{n}];" for n, x in enumerate(arrays)]
-    inputs = ", ".join(f"%in{n}" for n in range(len(arrays)))
-    lines += [opcode if "%out" in opcode else f"{opcode} %out, {inputs};"]
+    inputs = [f"%in{n}" for n in range(len(arrays))]
+    for n, (name, x) in enumerate(zip((*inputs, "%out"), (*arrays, out), strict=True)):
+        lines += [f".reg .b{8 * x.itemsize} {name}; ld.param.u64 %a{n}, [p{n}];"]
+        lines += [f"mad.wide.u32 %a{n}, %index, {x.itemsize}, %a{n};"]
+        lines += [f"ld.global.b{8 * x.itemsize} {name}, [%a{n}];"]
+    lines += [opcode if "%out" in opcode else f"{opcode} %out, {', '.join(inputs)};"]
     lines += [f"st.global.b{8 * out.itemsize} [%a{len(arrays)}], %out; ret;"]
     run("\n".join(lines), *(np.ascontiguousarray(x) for x in arrays), out, blocks=len(out) // 32)
     return out

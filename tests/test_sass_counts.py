@@ -3,8 +3,7 @@ parts that count them do what they say. Needs no GPU."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+import re
 
 import cubin
 import mainloop
@@ -17,9 +16,7 @@ from cutlass_fmha import _C
 
 @pytest.fixture(scope="module")
 def loops(machine_code: list[cubin.Kernel]) -> list[sass.RowLoop]:
-    loops = sass.loops_of(machine_code, _C.rows())
-    assert loops, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
-    return loops
+    return sass.loops_of(machine_code, _C.rows())
 
 
 # ---- the gate ----------------------------------------------------------------------------------------------
@@ -27,12 +24,8 @@ def loops(machine_code: list[cubin.Kernel]) -> list[sass.RowLoop]:
 
 def test_no_main_loop_has_grown(loops: list[sass.RowLoop]):
     """Of the rows in this build, without a proxy's, which are compiled for another architecture."""
-    own = {
-        loop.row.name: {"registers": loop.kernel.registers, "loop": sass.loop_entry(loop.loop)}
-        for loop in loops
-        if loop.kernel.arch == loop.row.arch
-    }
-    assert own
+    own = {row.name: sass.entry(row, kernel, loop) for row, kernel, loop in loops if kernel.arch == row.arch}
+    assert own, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
     committed = resources.read_report()["rows"]
     lines = sass.changes({name: row for name, row in committed.items() if "loop" in row}, own)
     assert not lines, "\n".join(lines)
@@ -62,9 +55,8 @@ def test_a_loop_holds_what_one_block_of_keys_takes(loops: list[sass.RowLoop]):
 # ---- the gate, on planted counts ---------------------------------------------------------------------------
 
 ROW = "fwd_sm90_f16_d64_m64n64w4"
-
-
-COMMITTED = {ROW: {"registers": 128, "loop": {"mma": 64, "mufu": 32, "fp32": 500, "alu": 40}}}
+LOOP_COUNTS = {"mma": 64, "mufu": 32, "fp32": 500, "alu": 40}
+COMMITTED = {ROW: {"registers": 128, "loop": LOOP_COUNTS}}
 
 
 @pytest.mark.parametrize(
@@ -81,10 +73,9 @@ COMMITTED = {ROW: {"registers": 128, "loop": {"mma": 64, "mufu": 32, "fp32": 500
         ("registers", 137, "registers grew from 128 to 137"),
     ],
 )
-def test_growth_is_told(kind: str, count: float, found: str | None):
-    new: dict[str, Any] = copy.deepcopy(COMMITTED)
-    (new[ROW] if kind == "registers" else new[ROW]["loop"])[kind] = count
-    lines = sass.changes(COMMITTED, new)
+def test_growth_is_told(kind: str, count: int, found: str | None):
+    new = {"registers": count} if kind == "registers" else {"loop": LOOP_COUNTS | {kind: count}}
+    lines = sass.changes(COMMITTED, {ROW: COMMITTED[ROW] | new})
     assert bool(lines) == (found is not None)
     assert not lines or (lines[0].startswith(f"{ROW}: {found}; ") and sass.UPDATE in lines[0])
 
@@ -97,72 +88,43 @@ def test_a_little_of_everything_is_told_by_the_sum():
 
 # ---- finding the loop --------------------------------------------------------------------------------------
 
-LOOP = """
-    HMMA.16816.F32 R0, R4, R8, R0        // a copy of the loop's code before it
-    HMMA.16816.F32 R0, R4, R8, R0
-    HMMA.16816.F32 R0, R4, R8, R0
+MMA = "HMMA.16816.F32 R0, R4, R8, R0"
+COPY = "LDGSTS.E.BYPASS.LTC128B.128 [R1], desc[UR4][R2.64]"
+#: Copies of its code before and after it, code that is jumped over, a spin loop and a rare branch behind it.
+LOOP = f"""
+    {MMA}; {MMA}; {MMA}
 head:
-    @P6 BRA second
-    LDGSTS.E.BYPASS.LTC128B.128 [R1], desc[UR4][R2.64]
-    LDGSTS.E.BYPASS.LTC128B.128 [R1+0x800], desc[UR4][R2.64]
+    @P6 BRA second; {COPY}; {COPY}
 second:
-    SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR5], R6
-    @!P1 BRA spin
+    SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR5], R6; @!P1 BRA spin
 ready:
-    LDSM.16.M88.4 R8, [R1]
-    HMMA.16816.F32 R0, R4, R8, R0
-    HMMA.16816.F32 R0, R4, R8, R0
-    @!P6 BRA masks
-    LDGSTS.E.BYPASS.LTC128B.128 [R1], desc[UR4][R2.64]
-    LDGSTS.E.BYPASS.LTC128B.128 [R1+0x800], desc[UR4][R2.64]
+    LDSM.16.M88.4 R8, [R1]; {MMA}; {MMA}; @!P6 BRA masks; {COPY}; {COPY}
 masks:
-    @!P2 BRA trial
-    FSEL R0, R0, -INF , P3
-    FSEL R1, R1, -INF , P4
-    FSEL R2, R2, -INF , P4
+    @!P2 BRA trial; FSEL R0, R0, -INF , P3; FSEL R1, R1, -INF , P4; FSEL R2, R2, -INF , P4
 trial:
-    FFMA R0, R0, R1, R2
-    MUFU.EX2 R0, R0
-    BRA.DIV ~URZ, divergent
+    FFMA R0, R0, R1, R2; MUFU.EX2 R0, R0; BRA.DIV ~URZ, divergent
 voted:
-    VOTE.ANY P0, P0
-    @!P0 BRA done
-    MUFU.EX2 R0, R0
-    FMUL R1, R1, R0
-    FMUL R2, R2, R0
+    VOTE.ANY P0, P0; @!P0 BRA done; MUFU.EX2 R0, R0; FMUL R1, R1, R0; FMUL R2, R2, R0
 done:
-    ISETP.GE.AND P5, PT, R9, R10, PT
-    @!P5 BRA head
-    HMMA.16816.F32 R0, R4, R8, R0        // and one after it
-    EXIT
+    ISETP.GE.AND P5, PT, R9, R10, PT; @!P5 BRA head; {MMA}; EXIT
 spin:
-    SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR5], R6
-    @!P1 BRA spin
-    BRA ready
+    SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR5], R6; @!P1 BRA spin; BRA ready
 divergent:
-    MOV R3, 0x10
-    BRA voted
+    MOV R3, 0x10; BRA voted
 """
 
 
 def assemble(text: str) -> cubin.Kernel:
-    """A kernel as cuobjdump would print it, with labels in place of addresses."""
-    lines = [line.partition("//")[0].strip() for line in text.splitlines() if line.strip()]
-    labels, code = {}, []
-    for line in lines:
+    """A kernel whose branches go to labels."""
+    labels, lines = {}, []
+    for line in filter(None, (part.strip() for part in re.split("[;\n]", text))):
         if line.endswith(":"):
-            labels[line[:-1]] = 16 * len(code)
+            labels[line[:-1]] = hex(16 * len(lines))
         else:
-            code.append(line)
-    sass_text = "\tcode for sm_90\n\t\tFunction : planted\n"
-    for i, line in enumerate(code):
-        word = line.split()[-1]
-        line = line.replace(word, hex(labels[word])) if word in labels else line
-        sass_text += f"        /*{16 * i:04x}*/                   {line} ;    /* 0x0 */\n"
-    usage = "arch = sm_90\n Function planted:\n  REG:8 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:4\n"
-    (kernel,) = cubin.parse(usage, sass_text)
-    assert len(kernel.code) == len(code)
-    return kernel
+            lines.append(line)
+    parts = re.findall(r"^(?:@(\S+) )?(\S+) ?(.*?)(\w*)$", "\n".join(lines), re.MULTILINE)
+    code = [cubin.Instruction(16 * i, *x, rest + labels.get(last, last)) for i, (*x, rest, last) in enumerate(parts)]
+    return cubin.Kernel("planted", 90, code=code)
 
 
 def test_the_body_of_a_planted_loop():
@@ -181,7 +143,7 @@ def test_the_body_of_a_planted_loop():
 )
 def test_what_is_added_to_the_loop_is_counted_and_what_is_added_elsewhere_is_not(added: str, before: str, alu: int):
     counts = mainloop.main_loop(assemble(LOOP)).counts
-    changed = "again:\n" + LOOP.replace(f"    {before}", f"    {added}\n    {before}")
+    changed = "again:\n" + LOOP.replace(before, f"{added}; {before}")
     assert mainloop.main_loop(assemble(changed)).counts == counts | {"alu": counts["alu"] + alu}
 
 

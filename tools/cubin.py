@@ -16,6 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -56,28 +57,23 @@ class Kernel:
 
     def count(self, *opcodes: str) -> int:
         """Instructions whose opcode is one of these, modifiers aside: ``count("LDL", "STL")``."""
-        return sum(n for opcode, n in self.opcodes.items() if opcode.split(".")[0] in opcodes)
+        return sum(n for opcode, n in self.opcodes.items() if opcode.partition(".")[0] in opcodes)
 
 
 def find_tool(name: str) -> Path:
     """A program of the CUDA toolkit: from PyPI's packages, or else on PATH."""
     site = {Path(sysconfig.get_path(key)) for key in ("purelib", "platlib")} | {Path(p) for p in sys.path}
-    for directory in sorted(site):
-        for candidate in sorted(directory.glob(f"nvidia/cu1[0-9]/bin/{name}"), reverse=True):
-            return candidate
-    if found := shutil.which(name):
+    candidates = [max(found) for at in sorted(site) if (found := list(at.glob(f"nvidia/cu1[0-9]/bin/{name}")))]
+    if found := candidates[0] if candidates else shutil.which(name):
         return Path(found)
     raise ToolMissingError(f"{name} was not found: pip install -r requirements/inspect.txt")
 
 
 def run_tool(name: str, *arguments: str | Path, cwd: Path | None = None) -> str:
     """Standard output of a CUDA tool. cuobjdump calls nvdisasm and looks for it on PATH."""
-    program = find_tool(name)
     path = os.pathsep.join([str(find_tool("nvdisasm").parent), os.environ.get("PATH", "")])
-    command = [str(program), *map(str, arguments)]
-    result = subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env={**os.environ, "PATH": path}, check=False
-    )
+    command, environment = [str(find_tool(name)), *map(str, arguments)], os.environ | {"PATH": path}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {result.stderr.strip() or result.stdout.strip()}")
     return result.stdout
@@ -128,11 +124,16 @@ def read_kernels(file: Path) -> list[Kernel]:
     """Every kernel in an extension, object file, fatbin or cubin, in each architecture there is code for."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} is no file: give an extension, object file, fatbin or cubin")
+    with _cubins(file) as cubins, ThreadPoolExecutor(os.cpu_count()) as pool:  # of one file, cuobjdump takes one core
+        return [kernel for kernels in pool.map(_kernels, cubins or [file]) for kernel in kernels]
+
+
+@contextmanager
+def _cubins(file: Path) -> Iterator[list[Path]]:
+    """Those in a file, in files of their own for as long as they are asked for."""
     with tempfile.TemporaryDirectory() as directory:
         run_tool("cuobjdump", "-xelf", "all", file.resolve(), cwd=Path(directory))
-        cubins = sorted(Path(directory).iterdir(), key=lambda cubin: (len(cubin.name), cubin.name))
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # of one file, cuobjdump takes one core
-            return [kernel for kernels in pool.map(_kernels, cubins or [file]) for kernel in kernels]
+        yield sorted(Path(directory).iterdir(), key=lambda cubin: (len(cubin.name), cubin.name))
 
 
 def _kernels(cubin: Path) -> list[Kernel]:
@@ -156,10 +157,7 @@ def read_ptx(file: Path) -> dict[str, set[int]]:
 
 def read_compilers(file: Path) -> dict[str, str]:
     """Embedded cubin -> version of the ptxas or nvlink that made it ("13.0.88"), from the note it left."""
-    versions = {}
-    with tempfile.TemporaryDirectory() as directory:
-        run_tool("cuobjdump", "-xelf", "all", file.resolve(), cwd=Path(directory))
-        for cubin in sorted(Path(directory).iterdir()):
-            found = set(re.findall(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)", cubin.read_bytes()))
-            versions[cubin.name] = b", ".join(sorted(found)).decode() or "unknown"
-    return versions
+    note = rb"Cuda compilation tools, release [\d.]+, V([\d.]+)"
+    with _cubins(file) as cubins:
+        found = {cubin.name: sorted(set(re.findall(note, cubin.read_bytes()))) for cubin in cubins}
+    return {name: b", ".join(versions).decode() or "unknown" for name, versions in found.items()}

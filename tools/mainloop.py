@@ -81,33 +81,24 @@ def branch_target(instruction: Instruction) -> int | None:
 def blocks_of(code: list[Instruction]) -> list[Block]:
     """The control-flow graph, entry first. A call is no edge: it returns, or leaves and never comes back."""
     index = {instruction.address: i for i, instruction in enumerate(code)}
-    leaders = {0}
-    for i, instruction in enumerate(code):
-        target = branch_target(instruction)
-        if target is not None and target in index:
-            leaders.add(index[target])
-        if instruction.base == "BRA" or instruction.base in _ENDS:
-            leaders.add(i + 1)
-    starts = sorted(leader for leader in leaders if leader < len(code))
+    targets = [index.get(branch_target(instruction)) for instruction in code]
+    ends = {i + 1 for i, instruction in enumerate(code) if instruction.base == "BRA" or instruction.base in _ENDS}
+    starts = sorted({0, *ends, *(target for target in targets if target is not None)} - {len(code)})
     number = {start: n for n, start in enumerate(starts)}
     blocks = []
     for start, end in zip(starts, [*starts[1:], len(code)], strict=True):
-        last = code[end - 1]
-        target = branch_target(last)
+        last, target = code[end - 1], targets[end - 1]
         following = [number[end]] if end in number else []
-        taken = [number[index[target]]] if target is not None and target in index else []
-        conditional = bool(last.guard or _PREDICATE.search(last.operands) or "URZ" in last.operands)
-        if last.base == "BRA":
-            if last.opcode.startswith("BRA.DIV"):  # to code for a divergent warp
-                successors = following
-            elif last.opcode.startswith("BRA.CONV"):  # over a call for a divergent warp
-                successors = taken
-            else:
-                successors = following + taken if conditional else taken
-        elif last.base in _ENDS:
+        taken = [number[target]] if target is not None else []
+        conditional = last.guard or _PREDICATE.search(last.operands) or "URZ" in last.operands
+        if last.base in _ENDS:
             successors = following if last.guard else []
-        else:
+        elif last.base != "BRA" or last.opcode.startswith("BRA.DIV"):  # which leads to code for a divergent warp
             successors = following
+        elif last.opcode.startswith("BRA.CONV") or not conditional:  # over a call for a divergent warp
+            successors = taken
+        else:
+            successors = following + taken
         blocks.append(Block(code[start:end], successors))
     return blocks
 

@@ -16,7 +16,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,20 +35,16 @@ CONFIG = ("family", "dtype", "mma", "copy", "warps", "kv_warps", "threads", "min
 #: Opcodes that complaints are about.
 JUDGED = ("HMMA", "FFMA", "LDGSTS", "UTMALDG", "UTMASTG", "LDL", "STL", "BPT")
 
-REGISTERS_PER_SM = 64 * 1024
-# What sm_89 and sm_120 have (CUDA Programming Guide, technical specifications), and so every row stays
-# within.
-SHARED_PER_BLOCK = 99 * 1024
-SHARED_PER_SM = 100 * 1024
+REGISTERS_PER_SM, WARPS_PER_SM = 64 * 1024, 48
+#: What sm_89 and sm_120 have (CUDA Programming Guide, technical specifications), and so every row stays within.
+SHARED_PER_BLOCK, SHARED_PER_SM = 99 * 1024, 100 * 1024
+#: What sm_90 has: an SM for its own scored rows and FEW_QUERIES, a block for wide rows too.
+SHARED_PER_BLOCK_90, SHARED_PER_SM_90 = 227 * 1024, 228 * 1024
 #: A line for all architectures with launch bounds that suit sm_90: elsewhere one of its blocks fits, and has
 #: fewer registers than it could.
 FEW_QUERIES = "_d128_m16n16w4k4_scored"
-#: What sm_90 has: an SM for its own scored rows and that one, a block for wide rows too.
-SHARED_PER_BLOCK_90, SHARED_PER_SM_90 = 227 * 1024, 228 * 1024
-WARPS_PER_SM = 48
 HELPER_THREADS_PER_SM = WARPS_PER_SM * 32 // 2  # bound by memory: half of the warps keep it busy
 OF_WHOLE_ROWS = {"rms_norm": 512, "rope_backward": 384}
-
 
 Check = tuple[bool, str]
 """Whether something is fine, and the sentence that says what is wrong when it isn't."""
@@ -75,17 +70,14 @@ def _of_a_row(kernel: Kernel, row: Any) -> list[Check]:
     stores = row.family == "plain" and row.kv_warps == 1  # the others' rows of O are not all there
     tma = count("UTMALDG") > 0 and (count("UTMASTG") > 0 or not stores)
     cp_async, fma = count("LDGSTS") > 0, count("FFMA")
-    fits = blocks * (shared + RESERVED_SHARED) <= per_sm
+    fits, of_all = blocks * (shared + RESERVED_SHARED) <= per_sm, f"{threads} threads x {blocks} blocks"
     return [
         (simt or bool(mma), "no tensor-core instruction (HMMA)"),
         (right == mma, f"tensor-core instructions {mma} in a row that multiplies {row.dtype}"),
         (not simt or (fma >= 512 and not mma), f"{fma} FMAs and tensor-core instructions {mma}"),
         (simt or copy != "cp_async_16" or cp_async, "no cp.async (LDGSTS) in a row that copies with it"),
         (copy != "tma" or tma, "no TMA loads and stores (UTMALDG, UTMASTG) in a row that copies with them"),
-        (
-            registers <= REGISTERS_PER_SM,
-            f"{kernel.registers} registers x {threads} threads x {blocks} blocks exceed {REGISTERS_PER_SM}",
-        ),
+        (registers <= REGISTERS_PER_SM, f"{kernel.registers} registers x {of_all} exceed {REGISTERS_PER_SM}"),
         (shared <= per_block, f"{shared} bytes of shared memory, and a block has {per_block}"),
         (fits, f"{blocks} blocks of {shared} bytes of shared memory do not fit an SM's {per_sm}"),
         (blocks * row.warps <= WARPS_PER_SM, f"{blocks} blocks of {row.warps} warps exceed {WARPS_PER_SM}"),
@@ -134,8 +126,7 @@ class ReportError(ValueError):
 
 def manifest_rows() -> dict[str, bool]:
     """Row of the manifest -> whether it is in the subset that ``make test`` compiles."""
-    script = ROOT / "cmake" / "list_rows.cmake"
-    command = [find_program("cmake"), "-P", str(script)]
+    command = [find_program("cmake"), "-P", str(ROOT / "cmake" / "list_rows.cmake")]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {name: in_subset == "ON" for name, in_subset in map(str.split, text.splitlines())}
 
@@ -143,16 +134,16 @@ def manifest_rows() -> dict[str, bool]:
 def record(kernel: Kernel, row: Any) -> dict[str, Any]:
     """A kernel's part of the report: what ``complaints`` asks of it and of its row."""
     opcodes = {name: n for name, n in sorted(kernel.opcodes.items()) if name.partition(".")[0] in JUDGED}
-    code = {"instructions": kernel.opcodes.total(), "opcodes": opcodes}
     config = {name: getattr(row, name) for name in CONFIG if hasattr(row, name)}
-    return {**{name: getattr(kernel, name) for name in SIZES}, **code, "config": config}
+    sizes = {name: getattr(kernel, name) for name in SIZES} | {"instructions": kernel.opcodes.total()}
+    return sizes | {"opcodes": opcodes, "config": config}
 
 
-def build_report(module: Any, loops_of: Callable[[list[Kernel]], dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """The report of an extension; ``loops_of`` kernels: row -> what an iteration of its main loop issues.
+def build_report(module: Any) -> dict[str, Any]:
+    """The report of an extension. Raises ReportError for one that lacks rows of the present manifest, or is of
+    other sources."""
+    import sass  # not above: release_check.py reads reports where no package is
 
-    Raises ReportError for one that lacks rows of the present manifest, or is of other sources.
-    """
     info, file = module.build_info(), Path(module.__file__)
     rows = {row.name: row for row in (*module.rows(), *module.backward_rows())}
     other_code = info["proxy"] or info.get("compiled_for", {}).get(89, "89") != "89"
@@ -162,8 +153,8 @@ def build_report(module: Any, loops_of: Callable[[list[Kernel]], dict[str, dict[
     kernels = read_kernels(file)
     named = {kernel.name: kernel for kernel in kernels}
     entries = {name: record(named[name], row) for name, row in table.items()}
-    for name, loop in loops_of(kernels).items():
-        entries[name]["loop"] = loop
+    for row, _, loop in sass.loops_of(kernels, module.rows()):
+        entries[row.name]["loop"] = sass.loop_entry(loop)
     (nvcc,) = set(read_compilers(file).values())
     head = {"kind": KIND, "update": UPDATE, "source_hash": info["source_hash"], "nvcc": nvcc}
     return {**head, "extension_bytes": file.stat().st_size, "rows": entries}
@@ -192,8 +183,7 @@ def report_complaints(report: dict[str, Any]) -> list[str]:
     """What is wrong with the kernels of a report: the same as of kernels that were just compiled."""
     found = []
     for name, recorded in report["rows"].items():
-        sizes = {key: recorded[key] for key in SIZES}
-        kernel = Kernel(name, **sizes, opcodes=Counter(recorded["opcodes"]))
+        kernel = Kernel(name, **{key: recorded[key] for key in SIZES}, opcodes=Counter(recorded["opcodes"]))
         found += complaints(kernel, SimpleNamespace(name=name, **recorded["config"]))
     return found
 
@@ -219,14 +209,10 @@ def read_report(path: Path = REPORT) -> dict[str, Any]:
 
 def write() -> int:
     """Writes REPORT from the installed build. Exit status 1, and nothing written, when a kernel is wrong."""
-    import sass
-
     from cutlass_fmha import _C
 
     try:
-        report = build_report(
-            _C, lambda kernels: {x.row.name: sass.loop_entry(x.loop) for x in sass.loops_of(kernels, _C.rows())}
-        )
+        report = build_report(_C)
     except ReportError as error:
         print(error, file=sys.stderr)
         return 1
@@ -239,7 +225,7 @@ def write() -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    from cutlass_fmha.cli import output  # not above: release_check.py reads reports where no package is
+    from cutlass_fmha.cli import output
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", nargs="?", type=Path, help="extension, object file or fatbin (default: ours)")

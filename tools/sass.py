@@ -81,10 +81,10 @@ def changes(committed: dict[str, Any], built: dict[str, Any]) -> list[str]:
 # ---- the command -------------------------------------------------------------------------------------------
 
 
-def entry(found: RowLoop) -> dict[str, Any]:
+def entry(row: Any, kernel: Kernel, loop: Loop) -> dict[str, Any]:
     """What is told of a row, and its opcodes."""
-    sizes = {"row": found.row.name, "registers": found.kernel.registers, "code": len(found.kernel.code)}
-    return {**sizes, "loop": loop_entry(found.loop), "opcodes": dict(found.loop.opcodes.most_common())}
+    sizes = {"row": row.name, "registers": kernel.registers, "code": len(kernel.code)}
+    return {**sizes, "loop": loop_entry(loop), "opcodes": dict(loop.opcodes.most_common())}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     rows = [row for row in _C.rows() if re.search(options.rows, row.name)]
     try:
-        entries = [entry(found) for found in loops_of(read_kernels(Path(str(_C.__file__))), rows)]
+        entries = [entry(*found) for found in loops_of(read_kernels(Path(str(_C.__file__))), rows)]
     except (OSError, RuntimeError, ValueError) as error:  # a missing tool, a kernel without a loop
         print(error, file=sys.stderr)
         return 1

@@ -34,11 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
     add("--only-drawn", action="store_true", help="leave out the tests' short problems")
     add("--longest", type=int, default=300, metavar="N", help="sequence of a drawn problem")
     add("--seed", type=int, default=0, help="of the problems and of every order that the GPU leaves open")
-    add("--build-dir", type=Path, default=DIRECTORY)
     add("--extension", type=Path, metavar="FILE", help="a simulator build that is there already")
     options = parser.parse_args(arguments)
     try:
-        extension = options.extension or build_extension(options.rows, options.build_dir, options.archs)
+        extension = options.extension or build_extension(options.rows, DIRECTORY, options.archs)
     except (BuildError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -41,42 +41,6 @@ void add_integers_of(Opcodes& ops) {
   (add_integers<T>(ops), ...);
 }
 
-/// An operand and a result; with `ftz` subnormal numbers become zero.
-template <bool ftz>
-float given(float x) {
-  return ftz ? flushed(x) : x;
-}
-template <bool ftz>
-float result(float x) {
-  return canonical(ftz ? flushed(x) : x);
-}
-
-template <bool ftz>
-void add_floats(Opcodes& ops) {
-  using F = float;
-  std::string const tail = ftz ? ".ftz.f32" : ".f32";
-  add_elementwise<[](F a, F b) { return result<ftz>(given<ftz>(a) + given<ftz>(b)); }>(
-      ops, spell({{"add"}, {"", ".rn"}, {tail}}));
-  add_elementwise<[](F a, F b) { return result<ftz>(given<ftz>(a) - given<ftz>(b)); }>(
-      ops, spell({{"sub"}, {"", ".rn"}, {tail}}));
-  add_elementwise<[](F a, F b) { return result<ftz>(given<ftz>(a) * given<ftz>(b)); }>(
-      ops, spell({{"mul"}, {"", ".rn"}, {tail}}));
-  add_elementwise<[](F a, F b) { return result<ftz>(given<ftz>(a) / given<ftz>(b)); }>(
-      ops, spell({{"div.rn", "div.approx"}, {tail}}));
-  add_elementwise<[](F a, F b, F c) { return result<ftz>(std::fma(given<ftz>(a), given<ftz>(b), given<ftz>(c))); }>(
-      ops, {"fma.rn" + tail});
-  add_elementwise<[](F a) { return result<ftz>(1.f / given<ftz>(a)); }>(ops,
-                                                                        spell({{"rcp"}, {".rn", ".approx"}, {tail}}));
-  add_elementwise<[](F a) { return result<ftz>(1.f / std::sqrt(given<ftz>(a))); }>(ops, {"rsqrt.approx" + tail});
-  add_elementwise<[](F a) { return -given<ftz>(a); }>(ops, {"neg" + tail});
-  add_elementwise<[](F a) { return std::fabs(given<ftz>(a)); }>(ops, {"abs" + tail});
-
-  add_elementwise<[](F a, F b) { return result<ftz>(smaller(a, b)); }>(ops, {"min" + tail});
-  add_elementwise<[](F a, F b) { return result<ftz>(larger(a, b)); }>(ops, {"max" + tail});
-  // The hardware's approximation, from which this one differs in the last bits.
-  add_elementwise<[](F a) { return result<ftz>(std::exp2(given<ftz>(a))); }>(ops, {"ex2.approx" + tail});
-}
-
 /// a * b + c rounded down. The product of two floats is exact in double, and so is what the sum of doubles rounds off
 /// (Knuth's TwoSum).
 float fma_down(float a, float b, float c) {
@@ -91,10 +55,24 @@ float fma_down(float a, float b, float c) {
 
 void add_arithmetic(Opcodes& ops) {
   add_integers_of<int16_t, uint16_t, int32_t, uint32_t, int64_t, uint64_t>(ops);
-  add_floats<false>(ops);
-  add_floats<true>(ops);
-  add_elementwise<[](float a, float b) { return std::copysign(b, a); }>(ops, {"copysign.f32"});
-  add_elementwise<[](float a, float b, float c) { return fma_down(a, b, c); }>(ops, {"fma.rm.f32"});
+  using F = float;
+  add_elementwise<[](F a, F b) { return canonical(a + b); }>(ops, {"add.f32", "add.rn.f32"});
+  add_elementwise<[](F a, F b) { return canonical(a - b); }>(ops, {"sub.f32", "sub.rn.f32"});
+  add_elementwise<[](F a, F b) { return canonical(a * b); }>(ops, {"mul.f32", "mul.rn.f32"});
+  add_elementwise<[](F a, F b) { return canonical(a / b); }>(ops, {"div.rn.f32", "div.approx.f32"});
+  add_elementwise<[](F a, F b, F c) { return canonical(std::fma(a, b, c)); }>(ops, {"fma.rn.f32"});
+  add_elementwise<[](F a, F b, F c) { return fma_down(a, b, c); }>(ops, {"fma.rm.f32"});
+  add_elementwise<[](F a) { return -a; }>(ops, {"neg.f32"});
+  add_elementwise<[](F a) { return std::fabs(a); }>(ops, {"abs.f32"});
+  add_elementwise<[](F a, F b) { return std::copysign(b, a); }>(ops, {"copysign.f32"});
+  add_elementwise<[](F a, F b) { return canonical(smaller(a, b)); }>(ops, {"min.f32"});
+  add_elementwise<[](F a, F b) { return canonical(-smaller(-a, -b)); }>(ops, {"max.f32"});
+  // From the hardware's approximations these differ in the last bits.
+  add_elementwise<[](F a) { return canonical(1.f / a); }>(ops, {"rcp.rn.f32"});
+  add_elementwise<[](F a) { return canonical(flushed(1.f / flushed(a))); }>(ops, {"rcp.approx.ftz.f32"});
+  add_elementwise<[](F a) { return canonical(1.f / std::sqrt(a)); }>(ops, {"rsqrt.approx.f32"});
+  add_elementwise<[](F a) { return canonical(std::exp2(a)); }>(ops, {"ex2.approx.f32"});
+  add_elementwise<[](F a) { return canonical(flushed(std::exp2(flushed(a)))); }>(ops, {"ex2.approx.ftz.f32"});
 }
 
 }  // namespace simulator

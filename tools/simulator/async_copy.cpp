@@ -2,7 +2,6 @@
 // is right doesn't notice; until then its destination is NaN.
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 #include "block.h"
 #include "opcodes.h"
@@ -40,7 +39,7 @@ void Warp::wait_for_copies(int64_t groups) {
 }
 
 bool Warp::deliver_arrival() {
-  auto const arrival = std::find_if(copies_.begin(), copies_.end(), [](AsyncCopy const& c) { return c.bytes == 0; });
+  auto const arrival = std::ranges::find(copies_, 0u, &AsyncCopy::bytes);
   if (arrival == copies_.end()) return false;
   for (auto copy = copies_.begin(); copy != arrival; ++copy) make(*copy, arrival->lanes);
   for_lanes(arrival->lanes, [&](int lane) { block.arrive_at_mbarrier(*this, arrival->destination[lane], 1, 0); });
@@ -54,11 +53,10 @@ namespace {
 /// Operands: the bytes to copy, and how many of them to read, which may be left out.
 void copy(Warp& w, Instruction const& i) {
   AsyncCopy copy;
-  copy.bytes = w.at<uint32_t>(i.operand[0])[first_lane(w.active)];
+  copy.bytes = w.uniform(i.operand[0]);
   if (copy.bytes != 16 && (i.number == 16 || (copy.bytes != 4 && copy.bytes != 8))) w.fail("a copy of this size");
   for_lanes(w.active, [&](int lane) {
-    uint32_t const to = shared_address_of(w, i.address[0], lane);
-    copy.destination[lane] = to;
+    uint32_t const to = copy.destination[lane] = shared_address_of(w, i.address[0], lane);
     copy.source[lane] = address_of(w, i.address[1], lane);
     copy.read[lane] = i.count >= 4 ? std::min(w.at<uint32_t>(i.operand[1])[lane], copy.bytes) : copy.bytes;
     if (copy.source[lane] % copy.bytes != 0) w.fail("source address is not aligned");
@@ -69,9 +67,7 @@ void copy(Warp& w, Instruction const& i) {
 }
 
 void commit_group(Warp& w, Instruction const&) { w.commit_copies(); }
-void wait_group(Warp& w, Instruction const& i) {
-  w.wait_for_copies(w.at<uint32_t>(i.operand[0])[first_lane(w.active)]);
-}
+void wait_group(Warp& w, Instruction const& i) { w.wait_for_copies(w.uniform(i.operand[0])); }
 void wait_all(Warp& w, Instruction const&) { w.wait_for_copies(-1); }
 
 void arrive_noinc(Warp& w, Instruction const& i) {
@@ -84,14 +80,13 @@ void arrive_noinc(Warp& w, Instruction const& i) {
 
 void add_async_copies(Opcodes& ops) {
   Slot const value = in<uint32_t>();
-  Alternatives const shared{".shared", ".shared::cta"}, hint{"", ".L2::64B", ".L2::128B", ".L2::256B"};
   std::vector<Slot> const slots{kAddress, kAddress, value, value.or_nothing()};
-  ops.add(spell({{"cp.async.cg"}, shared, {".global"}, hint}), copy, slots, 16);
-  ops.add(spell({{"cp.async.ca"}, shared, {".global"}, hint}), copy, slots, 4);
+  ops.add(spell({{"cp.async.cg.shared.global"}, {"", ".L2::128B"}}), copy, slots, 16);
+  ops.add(spell({{"cp.async.ca.shared.global"}, {"", ".L2::128B"}}), copy, slots, 4);
   ops.add({"cp.async.commit_group"}, commit_group, {});
   ops.add({"cp.async.wait_group"}, wait_group, {value});
   ops.add({"cp.async.wait_all"}, wait_all, {});
-  ops.add(spell({{"cp.async.mbarrier.arrive.noinc"}, shared, {".b64"}}), arrive_noinc, {kAddress});
+  ops.add({"cp.async.mbarrier.arrive.noinc.shared.b64"}, arrive_noinc, {kAddress});
 }
 
 }  // namespace simulator

@@ -74,15 +74,16 @@ bool Block::phase_is_over(Warp const& warp, uint32_t address, uint32_t parity) {
 
 namespace {
 
+enum : uint32_t { kArrives, kWaits };
+
 void bar(Warp& w, Instruction const& i) {
-  if (w.active != w.live()) w.fail("all lanes of the warp must execute this together");
-  int const lane = first_lane(w.active), all = (w.block.launch.threads() + kLanes - 1) / kLanes * kLanes;
-  uint32_t const threads = i.count == 2 ? w.at<uint32_t>(i.operand[1])[lane] : static_cast<uint32_t>(all);
-  bool const waits = i.number != 0;
-  w.block.arrive_at_barrier(w, w.at<uint32_t>(i.operand[0])[lane], threads, waits);
+  w.require(w.live());
+  int const all = (w.block.launch.threads() + kLanes - 1) / kLanes * kLanes;
+  uint32_t const threads = i.count == 2 ? w.uniform(i.operand[1]) : static_cast<uint32_t>(all);
+  w.block.arrive_at_barrier(w, w.uniform(i.operand[0]), threads, i.number == kWaits);
 }
 
-void bar_warp_sync(Warp& w, Instruction const& i) { w.sync_lanes(w.at<uint32_t>(i.operand[0])[first_lane(w.active)]); }
+void bar_warp_sync(Warp& w, Instruction const& i) { w.sync_lanes(w.uniform(i.operand[0])); }
 
 void mbarrier_init(Warp& w, Instruction const& i) {
   for_lanes(w.active, [&](int lane) {
@@ -103,9 +104,7 @@ void mbarrier_arrive(Warp& w, Instruction const& i) {
 
 void mbarrier_arrive_expect_tx(Warp& w, Instruction const& i) {
   for_lanes(w.active, [&](int lane) {
-    uint32_t const address = shared_address_of(w, i.address[0], lane);
-    w.block.arrive_at_mbarrier(w, address, 0, w.at<uint32_t>(i.operand[1])[lane]);
-    w.block.arrive_at_mbarrier(w, address, 1, 0);
+    w.block.arrive_at_mbarrier(w, shared_address_of(w, i.address[0], lane), 1, w.at<uint32_t>(i.operand[1])[lane]);
   });
 }
 
@@ -124,7 +123,7 @@ void mbarrier_wait(Warp& w, Instruction const& i) {
   });
   if (tries && over == 0 && w.block.random(8) > 0) {
     wait.kind = Wait::Kind::mbarrier;
-    return w.wait_and_repeat(wait);
+    return w.wait(wait, true);
   }
   w.set_predicate(i.operand[0], over);
   if (over != w.active) w.wait(wait);
@@ -133,30 +132,22 @@ void mbarrier_wait(Warp& w, Instruction const& i) {
 }  // namespace
 
 void add_barriers(Opcodes& opcodes) {
-  Slot const value = in<uint32_t>(), state = out<uint64_t>();
-  // Unaligned barriers wait for threads and not for warps, but these kernels call them by whole warps.
-  opcodes.add(spell({{"bar", "barrier", "barrier.cta"}, {".sync"}, {"", ".aligned"}}), bar, {value, value.or_nothing()},
-              1);
-  opcodes.add(spell({{"bar", "barrier", "barrier.cta"}, {".arrive"}, {"", ".aligned"}}), bar, {value, value}, 0);
+  Slot const state = out<uint64_t>(), value = in<uint32_t>();
+  // These wait for threads and not for warps, but the kernels call them by whole warps.
+  opcodes.add({"bar.sync"}, bar, {value, value.or_nothing()}, kWaits);
+  opcodes.add({"bar.arrive"}, bar, {value, value}, kArrives);
   opcodes.add({"bar.warp.sync"}, bar_warp_sync, {value});
 
-  Alternatives const shared{".shared", ".shared::cta"};
-  opcodes.add(spell({{"mbarrier.init"}, shared, {".b64"}}), mbarrier_init, {kAddress, value});
-  Alternatives const release{"", ".release.cta"}, acquire{"", ".acquire.cta"};
-  opcodes.add(spell({{"mbarrier.arrive"}, release, shared, {".b64"}}), mbarrier_arrive<false>,
-              {state, kAddress, value.or_nothing()});
-  opcodes.add(spell({{"mbarrier.arrive_drop"}, release, shared, {".b64"}}), mbarrier_arrive<true>,
-              {state, kAddress, value.or_nothing()});
-  opcodes.add(spell({{"mbarrier.arrive.expect_tx"}, release, shared, {".b64"}}), mbarrier_arrive_expect_tx,
-              {state, kAddress, value});
-  opcodes.add(spell({{"mbarrier.test_wait.parity"}, acquire, shared, {".b64"}}), mbarrier_wait<false>,
-              {kPredicateOut, kAddress, value});
-  opcodes.add(spell({{"mbarrier.try_wait.parity"}, acquire, shared, {".b64"}}), mbarrier_wait<true>,
-              {kPredicateOut, kAddress, value, kIgnored.or_nothing()});
+  opcodes.add({"mbarrier.init.shared.b64"}, mbarrier_init, {kAddress, value});
+  std::vector<Slot> const arrival{state, kAddress, value.or_nothing()}, phase{kPredicateOut, kAddress, value};
+  opcodes.add({"mbarrier.arrive.shared.b64"}, mbarrier_arrive<false>, arrival);
+  opcodes.add({"mbarrier.arrive_drop.shared.b64"}, mbarrier_arrive<true>, arrival);
+  opcodes.add({"mbarrier.arrive.expect_tx.shared::cta.b64"}, mbarrier_arrive_expect_tx, {state, kAddress, value});
+  opcodes.add({"mbarrier.test_wait.parity.shared.b64"}, mbarrier_wait<false>, phase);
+  opcodes.add({"mbarrier.try_wait.parity.shared.b64"}, mbarrier_wait<true>, phase);
 
   // What is written is seen at once here, so that there is nothing to fence.
-  opcodes.add(spell({{"fence.proxy.async"}, {"", ".shared::cta", ".global"}}), do_nothing, {});
-  opcodes.add({"fence.mbarrier_init.release.cluster", "membar.gl"}, do_nothing, {});
+  opcodes.add({"fence.proxy.async.shared::cta", "fence.mbarrier_init.release.cluster", "membar.gl"}, do_nothing, {});
 }
 
 }  // namespace simulator

@@ -62,8 +62,10 @@ void Block::run(uint64_t number) {
   bulk_groups_.assign(warps_.size(), {});
   vain_turns_ = 0;
   for (Warp& warp : warps_) warp.start();
-  while (std::any_of(warps_.begin(), warps_.end(), [](Warp const& warp) { return !warp.finished(); })) step();
-  check_end();
+  while (std::ranges::any_of(warps_, &Warp::live)) step();
+  if (bulk_copies_.empty()) return;  // which would use memory that is another block's
+  char const* const what = bulk_copies_.back().load ? " to its shared memory" : " has read its shared memory";
+  throw Error(launch.kernel.name + ": block " + text() + " ends before a copy by TMA" + what);
 }
 
 bool Block::ready(Warp const& warp, Wait const& wait) {
@@ -93,10 +95,10 @@ void Block::step() {
 
 /// Has something asynchronous happen, if anything is under way.
 bool Block::deliver() {
-  auto const bulk = static_cast<uint32_t>(bulk_copies_.size()), warps = static_cast<uint32_t>(warps_.size());
-  uint32_t const first = random(bulk + warps);
-  for (uint32_t i = 0; i < bulk + warps; ++i) {
-    uint32_t const choice = (first + i) % (bulk + warps);
+  auto const warps = static_cast<uint32_t>(warps_.size());
+  uint32_t const all = warps + static_cast<uint32_t>(bulk_copies_.size()), first = random(all);
+  for (uint32_t i = first; i < first + all; ++i) {
+    uint32_t const choice = i % all;
     if (choice < warps) {
       if (warps_[choice].deliver_arrival()) return true;
       continue;
@@ -115,26 +117,18 @@ void Block::report_deadlock() {
     for (Strand const& strand : warp.strands) {
       text += " warp " + std::to_string(warp.number) + " lanes " + text_of_lanes(strand.lanes) + " wait at PTX line " +
               std::to_string(launch.kernel.code[strand.pc == 0 ? 0 : strand.pc - 1].line);
-      std::string const number = std::to_string(strand.wait.number), value = std::to_string(strand.wait.value);
-      if (strand.wait.kind == Wait::Kind::barrier) {
-        Barrier const& barrier = barriers_[strand.wait.number];
-        text += " for barrier " + number + ", where " + std::to_string(barrier.arrived) + " of " +
-                std::to_string(barrier.expected) + " threads are;";
-      } else if (strand.wait.kind == Wait::Kind::lanes) {
-        text += " for the lanes " + text_of_lanes(strand.wait.number) + ";";
+      auto const [kind, number, value] = strand.wait;
+      if (kind == Wait::Kind::barrier) {
+        text += " for barrier " + std::to_string(number) + ", where " + std::to_string(barriers_[number].arrived) +
+                " of " + std::to_string(barriers_[number].expected) + " threads are;";
+      } else if (kind == Wait::Kind::lanes) {
+        text += " for the lanes " + text_of_lanes(number) + ";";
       } else {
-        text += " for parity " + value + " of the mbarrier at " + number + ";";
+        text += " for parity " + std::to_string(value) + " of the mbarrier at " + std::to_string(number) + ";";
       }
     }
   }
   throw Error(text);
-}
-
-/// A block must not leave while the copy unit still uses its shared memory.
-void Block::check_end() {
-  if (bulk_copies_.empty()) return;
-  char const* const what = bulk_copies_.back().load ? " to its shared memory" : " has read its shared memory";
-  throw Error(launch.kernel.name + ": block " + text() + " ends before a copy by TMA" + what);
 }
 
 }  // namespace simulator

@@ -1,14 +1,11 @@
 // A thread block: its shared memory, its barriers, what is copied for it, and whose turn it is.
 #pragma once
 
-#include <array>
-#include <cstddef>
-#include <memory>
-#include <string>
-#include <vector>
+#include <cuda.h>
 
-#include "launch.h"
-#include "tensor_map.h"
+#include <array>
+#include <memory>
+
 #include "warp.h"
 
 namespace simulator {
@@ -18,11 +15,26 @@ constexpr uint32_t kSharedBase = 1024;
 /// Generic addresses of shared memory are in a window of so many bytes: more than any GPU's, a power of two.
 constexpr size_t kSharedWindow = size_t(1) << 18;
 
+/// The description of a tensor that the copy unit reads, in the 128 bytes of a CUtensorMap. Dimensions from the
+/// innermost one, whose elements are contiguous.
+struct TensorMap {
+  uint64_t mark;  ///< kTensorMapMark
+  uint64_t address;
+  uint64_t strides[4], extents[4];  ///< strides in bytes
+  uint16_t box[4];
+  uint16_t swizzle;  ///< bytes of the span in which it swizzles: 0, 32, 64 or 128
+};
+static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
+constexpr uint64_t kTensorMapMark = 0x70614d726f736e54;  // "TnsorMap"
+
+/// The driver's cuTensorMapEncodeTiled for four dimensions of 16-bit floats: checks what its documentation asks for.
+decltype(cuTensorMapEncodeTiled) encode_tiled;
+
 /// A copy of the TMA unit that has been asked for and may happen at any time.
 struct BulkCopy {
   TensorMap map;
   bool load = true;  ///< to shared memory
-  std::array<int32_t, 5> origin{};
+  int32_t origin[4] = {};
   uint32_t shared = 0, mbarrier = 0;
   int warp = 0, lane = 0;  ///< of a store: who asked,
   uint32_t group = 0;      ///< and in which of its groups
@@ -55,8 +67,8 @@ class Block {
 
   /// bar.sync and bar.arrive by a whole warp; `threads` is how many the barrier expects.
   void arrive_at_barrier(Warp& warp, uint32_t number, uint32_t threads, bool waits);
-  /// Arrivals of `count` threads, or bytes of a copy, at the mbarrier at a shared address.
-  /// `dropped`: so many arrivals less are expected from the next phase on.
+  /// Arrivals of `count` threads, or bytes of a copy, at the mbarrier at a shared address. `dropped`: so many arrivals
+  /// less are expected from the next phase on.
   void arrive_at_mbarrier(Warp const& warp, uint32_t address, int64_t arrivals, int64_t expected_bytes,
                           int64_t dropped = 0);
   bool phase_is_over(Warp const& warp, uint32_t address, uint32_t parity);
@@ -78,7 +90,6 @@ class Block {
   bool deliver();
   [[noreturn]] void report_deadlock();
   void make(BulkCopy const& copy);
-  void check_end();
 
   std::unique_ptr<std::byte[], void (*)(void*)> shared_;  ///< a shared address is an offset in it
   uint32_t shared_end_ = 0;

@@ -14,28 +14,26 @@ std::vector<uint32_t> find_joins(std::vector<Statement> const& statements) {
   std::vector<std::vector<uint32_t>> successors(end + 1), predecessors(end + 1);
   for (uint32_t i = 0; i < end; ++i) {
     Statement const& s = statements[i];
-    bool const exits = s.opcode == "ret" || s.opcode == "exit", branches = s.target >= 0;
-    if (branches) successors[i].push_back(static_cast<uint32_t>(s.target));
-    if (exits) successors[i].push_back(end);
-    if (!(branches || exits) || s.guard >= 0) successors[i].push_back(i + 1);
+    bool const leaves = s.opcode == "ret" || s.target >= 0;
+    if (leaves) successors[i].push_back(s.target < 0 ? end : static_cast<uint32_t>(s.target));
+    if (!leaves || s.guard >= 0) successors[i].push_back(i + 1);
     for (uint32_t to : successors[i]) predecessors[to].push_back(i);
   }
   // Those from which the end can be reached, each after a path to it: postorder of the reversed graph.
-  std::vector<uint32_t> order, path{end}, position(end + 1, 0);
+  std::vector<uint32_t> order, path{end}, position(end + 1);
   std::vector<bool> seen(end + 1, false);
-  seen[end] = true;
   while (!path.empty()) {
     uint32_t const here = path.back();
-    if (std::vector<uint32_t>& before = predecessors[here]; !before.empty()) {
-      uint32_t const next = before.back();
-      before.pop_back();
-      if (!seen[next]) path.push_back(next);
-      seen[next] = true;
-    } else {
-      position[here] = static_cast<uint32_t>(order.size());
-      order.push_back(here);
-      path.pop_back();
+    seen[here] = true;
+    std::vector<uint32_t>& before = predecessors[here];
+    while (!before.empty() && seen[before.back()]) before.pop_back();
+    if (!before.empty()) {
+      path.push_back(before.back());
+      continue;
     }
+    position[here] = static_cast<uint32_t>(order.size());
+    order.push_back(here);
+    path.pop_back();
   }
   std::vector<uint32_t> joins(end + 1, kNowhere);
   joins[end] = end;
@@ -55,9 +53,7 @@ std::vector<uint32_t> find_joins(std::vector<Statement> const& statements) {
     }
   }
   joins.pop_back();
-  for (uint32_t i = 0; i < end; ++i) {
-    joins[i] = statements[i].target < 0 ? kNowhere : std::min(joins[i], end);
-  }
+  for (uint32_t i = 0; i < end; ++i) joins[i] = statements[i].target < 0 ? kNowhere : std::min(joins[i], end);
   return joins;
 }
 

@@ -1,8 +1,8 @@
 // From statements to instructions: registers get their places, constants and special registers places of their own.
 #include <algorithm>
 #include <map>
+#include <ranges>
 #include <set>
-#include <sstream>
 
 #include "block.h"
 #include "opcodes.h"
@@ -13,41 +13,35 @@ namespace {
 constexpr uint32_t kPlace = 64;  // bytes: what alignment Lanes have
 
 /// Cache hints and memory orders of loads and stores, which change nothing where memory is always up to date.
-bool is_hint(std::string const& part) {
-  static std::set<std::string> const hints{"nc",  "volatile", "weak", "relaxed", "acquire", "release",
-                                           "cta", "cluster",  "gpu",  "sys",     "ca",      "cg",
-                                           "cs",  "cv",       "wb",   "wt",      "lu"};
-  return part.starts_with("L1::") || part.starts_with("L2::") || hints.contains(part);
+bool is_hint(std::string_view part) {
+  static std::set<std::string_view> const hints{"nc", "relaxed", "acquire", "release", "gpu"};
+  return part.starts_with("L2::") || hints.contains(part);
 }
 
 /// The name to look up: of loads and stores, without hints; of moves, with how many parts there are on which side.
 std::string lookup_name(Statement const& statement) {
   std::string const& opcode = statement.opcode;
-  if (opcode.starts_with("mov.b") && statement.operands.size() == 2) {
-    for (int side : {0, 1}) {
-      Operand const& operand = statement.operands[side];
-      if (operand.kind != Operand::Kind::group) continue;
-      return opcode + (side == 0 ? ".unpack" : ".pack") + std::to_string(operand.parts.size());
-    }
+  for (size_t side = 0; side < statement.operands.size() && opcode.starts_with("mov.b"); ++side) {
+    Operand const& operand = statement.operands[side];
+    if (operand.kind != Operand::Kind::group) continue;
+    return opcode + (side == 0 ? ".unpack" : ".pack") + std::to_string(operand.parts.size());
   }
   if (!opcode.starts_with("ld.") && !opcode.starts_with("st.")) return opcode;
-  std::string name = opcode.substr(0, 2), part;
-  for (std::istringstream parts(opcode.substr(3)); std::getline(parts, part, '.');) {
-    if (!is_hint(part)) name += "." + part;
+  std::string name = opcode.substr(0, 2);
+  for (auto const part : std::views::split(std::string_view(opcode).substr(3), '.')) {
+    if (std::string_view const text(part.begin(), part.end()); !is_hint(text)) name.append(".").append(text);
   }
   return name;
 }
 
 class Decoder {
  public:
-  Decoder(Module const& module, Entry const& entry, Globals const& globals) : entry_(entry) {
+  Decoder(Module const& module, Entry const& entry) : entry_(entry) {
     kernel_.name = entry.name;
     name_special_registers();
-    for (auto const& [name, address] : globals) values_[name] = [address](Warp const&, int) { return address; };
-    place_registers();
+    for (int bits : entry.register_bits) places_.push_back(bits == 1 ? kernel_.predicates++ : new_place(bits));
     place_parameters();
-    place_shared(module);
-    place_local();
+    place_variables(module);
   }
 
   Kernel kernel() {
@@ -56,9 +50,9 @@ class Decoder {
       kernel_.code.push_back(instruction(entry_.statements[i]));
       kernel_.code.back().join = joins[i];
     }
-    Statement exit;
-    exit.opcode = "exit";
-    kernel_.code.push_back(instruction(exit));
+    Statement end;
+    end.opcode = "ret";
+    kernel_.code.push_back(instruction(end));
     return std::move(kernel_);
   }
 
@@ -76,10 +70,6 @@ class Decoder {
     return offset;
   }
 
-  void place_registers() {
-    for (int bits : entry_.register_bits) places_.push_back(bits == 1 ? kernel_.predicates++ : new_place(bits));
-  }
-
   static uint32_t aligned(uint64_t offset, Variable const& variable) {
     return static_cast<uint32_t>((offset + variable.alignment - 1) / variable.alignment * variable.alignment);
   }
@@ -87,8 +77,7 @@ class Decoder {
   void place_parameters() {
     for (Variable const& parameter : entry_.parameters) {
       uint32_t const offset = aligned(kernel_.parameter_bytes, parameter);
-      kernel_.parameter_offsets.push_back(offset);
-      kernel_.parameter_sizes.push_back(static_cast<uint32_t>(parameter.bytes));
+      kernel_.parameters.emplace_back(offset, parameter.bytes);
       kernel_.parameter_bytes = static_cast<uint32_t>(offset + parameter.bytes);
       values_[parameter.name] = [offset](Warp const& warp, int) {
         return reinterpret_cast<uint64_t>(warp.block.launch.parameters) + offset;
@@ -96,28 +85,24 @@ class Decoder {
     }
   }
 
-  /// Variables without a size are all the same: dynamic shared memory, behind the others. Their pass is repeated, since
-  /// the last of them may have moved its beginning.
-  void place_shared(Module const& module) {
+  /// Shared variables without a size are all the same: dynamic shared memory, behind the others. Their pass is
+  /// repeated, since the last of them may have moved its beginning. The others are zeros that the host doesn't touch.
+  void place_variables(Module const& module) {
+    std::vector<Variable> variables = module.variables;
+    variables.insert(variables.end(), entry_.variables.begin(), entry_.variables.end());
     kernel_.dynamic_shared = kSharedBase;
     for (bool dynamic : {false, true, true}) {
-      for (auto const* variables : {&module.variables, &entry_.variables}) {
-        for (Variable const& variable : *variables) {
-          if (variable.space != "shared" || dynamic != (variable.bytes == 0)) continue;
+      for (Variable const& variable : variables) {
+        if (dynamic != (variable.bytes == 0)) continue;
+        if (variable.space == "shared") {
           uint32_t const offset = aligned(kernel_.dynamic_shared, variable);
           kernel_.dynamic_shared = static_cast<uint32_t>(offset + variable.bytes);
           values_[variable.name] = [offset](Warp const&, int) { return offset; };
+        } else {
+          values_[variable.name] = [memory = std::make_shared<std::vector<uint64_t>>(variable.bytes / 8 + 2)](
+                                       Warp const&, int) { return reinterpret_cast<uint64_t>(memory->data()); };
         }
       }
-    }
-  }
-
-  void place_local() {
-    for (Variable const& variable : entry_.variables) {
-      if (variable.space != "local") continue;
-      uint32_t const offset = aligned(kernel_.local_bytes, variable);
-      values_[variable.name] = [offset](Warp const& warp, int lane) { return warp.local_memory(lane) + offset; };
-      kernel_.local_bytes = static_cast<uint32_t>(offset + variable.bytes);
     }
   }
 
@@ -138,26 +123,19 @@ class Decoder {
   }
 
   void name_special_registers() {
-    using Axis = uint32_t Size3::*;
-    for (auto const& [axis, member] : {std::pair<char, Axis>{'x', &Size3::x}, {'y', &Size3::y}, {'z', &Size3::z}}) {
-      std::string const tail{'.', axis};
-      values_["%tid" + tail] = [axis](Warp const& warp, int lane) {
-        Size3 const& size = warp.block.launch.block;
-        auto const thread = static_cast<uint32_t>(warp.number * kLanes + lane);
-        return axis == 'x' ? thread % size.x : axis == 'y' ? thread / size.x % size.y : thread / size.x / size.y;
-      };
-      values_["%ntid" + tail] = [member](Warp const& warp, int) { return warp.block.launch.block.*member; };
-      values_["%ctaid" + tail] = [member](Warp const& warp, int) { return warp.block.index.*member; };
-      values_["%nctaid" + tail] = [member](Warp const& warp, int) { return warp.block.launch.grid.*member; };
-    }
+    auto const thread = [](Warp const& warp, int lane) { return static_cast<uint32_t>(warp.number * kLanes + lane); };
+    values_["%tid.x"] = [=](Warp const& w, int lane) { return thread(w, lane) % w.block.launch.block.x; };
+    values_["%tid.y"] = [=](Warp const& w, int lane) { return thread(w, lane) / w.block.launch.block.x; };
+    values_["%ntid.x"] = [](Warp const& w, int) { return w.block.launch.block.x; };
+    values_["%ctaid.x"] = [](Warp const& w, int) { return w.block.index.x; };
+    values_["%ctaid.y"] = [](Warp const& w, int) { return w.block.index.y; };
     values_["%laneid"] = [](Warp const&, int lane) { return static_cast<uint64_t>(lane); };
   }
 
-  uint32_t symbol(std::string const& name, int bits, uint64_t offset) {
+  uint32_t symbol(std::string const& name, int bits) {
     auto const found = values_.find(name);
     if (found == values_.end()) fail("unknown name " + name);
-    return given(name + "+" + std::to_string(offset), bits,
-                 [value = found->second, offset](Warp const& warp, int lane) { return value(warp, lane) + offset; });
+    return given(name, bits, found->second);
   }
 
   // ---- statements --------------------------------------------------------------------------------------------------
@@ -171,17 +149,17 @@ class Decoder {
     if (statement.guard >= 0) {
       result_.guard = places_[statement.guard] | (statement.guard_negated ? kNegated : 0);
     }
-    Opcode const* opcode = Opcodes::all().find(lookup_name(statement));
-    if (!opcode) fail("unknown opcode");
-    result_.run = opcode->run;
-    result_.number = opcode->number;
+    auto const found = Opcodes::all().table.find(lookup_name(statement));
+    if (found == Opcodes::all().table.end()) fail("unknown opcode");
+    Opcode const& opcode = found->second;
+    result_.run = opcode.run;
+    result_.number = opcode.number;
     result_.count = static_cast<uint32_t>(statement.operands.size());
     size_t used = 0;
-    for (Slot const& slot : opcode->slots) {
+    for (Slot const& slot : opcode.slots) {
       bool const left = used < statement.operands.size();
-      if (slot.kind == Slot::Kind::paired_predicate_out) {
-        bool const paired = left && statement.operands[used].paired;
-        push(paired ? predicate(statement.operands[used++]) : kIgnoredPredicate);
+      if (slot.kind == Slot::Kind::paired_predicate_out && !(left && statement.operands[used].paired)) {
+        push(kIgnoredPredicate);
       } else if (left) {
         fill(slot, statement.operands[used++]);
       } else if (!slot.optional) {
@@ -201,28 +179,23 @@ class Decoder {
     using Kind = Slot::Kind;
     if (slot.kind == Kind::ignored) return;
     if (slot.kind == Kind::address) return fill_address(operand);
-    if (slot.kind == Kind::predicate_in || slot.kind == Kind::predicate_out) return push(predicate(operand));
+    if (slot.kind != Kind::in && slot.kind != Kind::out) return push(predicate(operand));
     bool const group = operand.kind == Operand::Kind::group;
     if (static_cast<int>(group ? operand.parts.size() : 1) != slot.elements) fail("a vector of another length");
     if (group) result_.elements = static_cast<uint32_t>(slot.elements);
-    int const bits = slot.any ? width(slot, group ? first_register(operand.parts) : operand) : slot.bits;
-    if (!group) return push(value(slot, operand, bits));
-    for (Operand const& part : operand.parts) push(value(slot, part, bits));
+    std::vector<Operand> const parts = group ? operand.parts : std::vector{operand};
+    int const bits = slot.any ? width(slot, parts) : slot.bits;
+    for (Operand const& part : parts) push(value(slot, part, bits));
   }
 
-  static Operand const& first_register(std::vector<Operand> const& parts) {
-    auto const found =
-        std::find_if(parts.begin(), parts.end(), [](Operand const& part) { return part.kind == Operand::Kind::reg; });
-    return found == parts.end() ? parts.front() : *found;
-  }
-
-  /// The width of a register that may have any, which is noted; what is no register has the least.
-  int width(Slot const& slot, Operand const& operand) {
+  /// The width of registers that may have any, which is noted; what is no register has the least.
+  int width(Slot const& slot, std::vector<Operand> const& parts) {
     int bits = std::max(slot.bits, 16);
-    if (operand.kind == Operand::Kind::reg) bits = entry_.register_bits[operand.index];
+    for (Operand const& part : parts) {
+      if (part.kind == Operand::Kind::reg) bits = entry_.register_bits[part.index];
+    }
     if (bits < slot.bits || widths_ == std::size(result_.bits)) fail("a register that is too narrow");
-    result_.bits[widths_++] = bits;
-    return bits;
+    return result_.bits[widths_++] = bits;
   }
 
   uint32_t value(Slot const& slot, Operand const& operand, int bits) {
@@ -232,14 +205,9 @@ class Decoder {
       fail("register " + operand.text + " is not of " + std::to_string(bits) + " bits");
     }
     if (reads && operand.kind == Operand::Kind::immediate) return constant(bits, operand.bits);
-    if (reads && operand.kind == Operand::Kind::symbol) return symbol(operand.text, bits, operand.bits);
-    if (writes && operand.kind == Operand::Kind::sink) return scratch();
+    if (reads && operand.kind == Operand::Kind::symbol) return symbol(operand.text, bits);
+    if (writes && operand.kind == Operand::Kind::sink) return scratch_;
     fail("an operand of the wrong kind");
-  }
-
-  uint32_t scratch() {
-    if (!scratch_) scratch_ = new_place(64) + 1;
-    return scratch_ - 1;
   }
 
   uint32_t predicate(Operand const& operand) {
@@ -252,22 +220,13 @@ class Decoder {
   }
 
   void fill_address(Operand const& operand) {
-    if (operand.kind != Operand::Kind::address || addresses_used_ == std::size(result_.address)) {
-      fail("an operand that is no address");
-    }
+    bool const has_base = operand.kind == Operand::Kind::address && !operand.parts.empty();
+    if (!has_base || addresses_used_ == std::size(result_.address)) fail("an operand that is no address");
+    Operand const& base = operand.parts[0];
     Address& address = result_.address[addresses_used_++];
-    address.offset = static_cast<int64_t>(operand.bits);
-    address.wide = true;
-    if (operand.parts.empty()) {
-      address.base = constant(64, 0);
-    } else if (Operand const& base = operand.parts[0]; base.kind == Operand::Kind::symbol) {
-      address.base = symbol(base.text, 64, 0);
-    } else {
-      int const bits = entry_.register_bits[base.index];
-      if (base.kind != Operand::Kind::reg || (bits != 32 && bits != 64)) fail("an operand that is no address");
-      address.wide = bits == 64;
-      address.base = places_[base.index];
-    }
+    address.offset = operand.bits;
+    address.wide = base.kind != Operand::Kind::reg || entry_.register_bits[base.index] == 64;
+    address.base = value(in<uint64_t>(), base, address.wide ? 64 : 32);
     if (operand.parts.size() < 2) return;
     result_.elements = static_cast<uint32_t>(operand.parts[1].parts.size());  // a tensor's coordinates
     for (Operand const& coordinate : operand.parts[1].parts) push(value(in<int32_t>(), coordinate, 32));
@@ -278,7 +237,7 @@ class Decoder {
   std::vector<uint32_t> places_;         ///< of each register; of a predicate, its number
   std::map<std::string, Value> values_;  ///< of names
   std::map<std::pair<int, std::string>, uint32_t> given_;
-  uint32_t scratch_ = 0;
+  uint32_t const scratch_ = new_place(64);  ///< of results that nobody wants
 
   Statement const* statement_ = nullptr;  ///< the one at work
   Instruction result_;
@@ -287,9 +246,7 @@ class Decoder {
 
 }  // namespace
 
-Kernel decode(Module const& module, Entry const& entry, Globals const& globals) {
-  return Decoder(module, entry, globals).kernel();
-}
+Kernel decode(Module const& module, Entry const& entry) { return Decoder(module, entry).kernel(); }
 
 Opcodes const& Opcodes::all() {
   static Opcodes const table = [] {
@@ -306,7 +263,7 @@ Opcodes const& Opcodes::all() {
 void Opcodes::add(std::vector<std::string> const& names, Instruction::Run run, std::vector<Slot> const& slots,
                   uint32_t number) {
   for (std::string const& name : names) {
-    if (!table_.try_emplace(name, Opcode{run, slots, number}).second) {
+    if (!table.try_emplace(name, Opcode{run, slots, number}).second) {
       throw Error("the simulator's table has two opcodes " + name);
     }
   }
@@ -319,14 +276,9 @@ Alternatives spell(std::initializer_list<Alternatives> parts) {
     for (std::string const& head : names) {
       for (std::string const& tail : part) longer.push_back(head + tail);
     }
-    names = longer;
+    names = std::move(longer);
   }
   return names;
-}
-
-Opcode const* Opcodes::find(std::string const& name) const {
-  auto const found = table_.find(name);
-  return found == table_.end() ? nullptr : &found->second;
 }
 
 }  // namespace simulator

@@ -6,12 +6,7 @@ namespace simulator {
 namespace {
 
 /// The lanes that a .sync instruction names, which must all be here.
-void require_members(Warp& w, uint32_t place) {
-  Mask const members = w.at<uint32_t>(place)[first_lane(w.active)] & w.live();
-  if (members != w.active) w.fail("the lanes " + text_of_lanes(members) + " must execute this together");
-}
-
-// ---- shfl ----------------------------------------------------------------------------------------------------------
+void require_members(Warp& w, uint32_t place) { w.require(w.uniform(place) & w.live()); }
 
 enum Direction : uint32_t { kButterfly, kIndex };
 
@@ -22,12 +17,10 @@ void shuffle(Warp& w, Instruction const& i) {
   Lanes<uint32_t> result{};
   Mask inside = 0;
   for_lanes(w.active, [&](int lane) {
-    int const b = static_cast<int>(w.at<uint32_t>(i.operand[3])[lane] & 31);
-    uint32_t const c = w.at<uint32_t>(i.operand[4])[lane];
-    int const bound = static_cast<int>(c & 31), segment = static_cast<int>(c >> 8 & 31);
-    int const last = (lane & segment) | (bound & ~segment), first = lane & segment;
+    int const b = w.at<int32_t>(i.operand[3])[lane] & 31, c = w.at<int32_t>(i.operand[4])[lane];
+    int const bound = c & 31, segment = c >> 8 & 31, first = lane & segment;
     int from = i.number == kButterfly ? lane ^ b : first | (b & ~segment);
-    bool const valid = from <= last;
+    bool const valid = from <= (first | (bound & ~segment));
     if (!valid) from = lane;
     if (!(w.active >> from & 1)) w.fail("lane " + std::to_string(lane) + " shuffles from one that is not here");
     result[lane] = a[from];
@@ -36,8 +29,6 @@ void shuffle(Warp& w, Instruction const& i) {
   w.write(i.operand[0], result);
   w.set_predicate(i.operand[1], inside);
 }
-
-// ---- votes ---------------------------------------------------------------------------------------------------------
 
 void vote_any(Warp& w, Instruction const& i) {
   require_members(w, i.operand[2]);
@@ -52,11 +43,9 @@ void vote_ballot(Warp& w, Instruction const& i) {
   require_members(w, i.operand[2]);
   fill(w, i.operand[0], w.predicate(i.operand[1]) & w.active);
 }
-void active_mask(Warp& w, Instruction const& i) { fill(w, i.operand[0], w.active); }
 
 void branch(Warp& w, Instruction const& i) { w.branch(i.target, i.join); }
 void exit(Warp& w, Instruction const&) { w.exit(); }
-void trap(Warp& w, Instruction const&) { w.fail("the kernel stops itself"); }
 
 /// Any lane may be elected; it is the lowest here.
 void elect(Warp& w, Instruction const& i) {
@@ -76,11 +65,9 @@ void add_exchange(Opcodes& ops) {
 
   ops.add({"vote.sync.any.pred"}, vote_any, {kPredicateOut, kPredicateIn, value});
   ops.add({"vote.sync.ballot.b32"}, vote_ballot, {result, kPredicateIn, value});
-  ops.add({"activemask.b32"}, active_mask, {result});
   ops.add({"elect.sync"}, elect, {result, kPairedPredicateOut, value});
   ops.add({"bra", "bra.uni"}, branch, {});
-  ops.add({"ret", "ret.uni", "exit"}, exit, {});
-  ops.add({"trap"}, trap, {});
+  ops.add({"ret"}, exit, {});
   // Blocks run one after the other, and what is ahead in the stream is complete.
   ops.add({"griddepcontrol.wait", "griddepcontrol.launch_dependents"}, do_nothing, {});
 }

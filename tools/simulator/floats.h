@@ -15,16 +15,9 @@ inline float canonical(float x) { return x == x ? x : std::bit_cast<float>(0x7ff
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
 
 /// Of a number and a NaN the number; -0 is less than +0.
-template <class T>
-T smaller(T a, T b) {
-  if (a != a) return b;
-  if (b != b) return a;
+inline float smaller(float a, float b) {
   if (a == b) return std::signbit(a) ? a : b;
-  return a < b ? a : b;
-}
-template <class T>
-T larger(T a, T b) {
-  return -smaller(-a, -b);
+  return a < b || b != b ? a : b;
 }
 
 inline float from_bfloat16(uint16_t x) { return std::bit_cast<float>(uint32_t(x) << 16); }

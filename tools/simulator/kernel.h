@@ -1,11 +1,12 @@
 // A kernel ready to run: PTX statements turned into instructions whose operands are places in a warp's register file.
+// Programs, which hold their kernels once they are decoded, and launches.
 #pragma once
 
-#include <cstdint>
+#include <cstddef>
 #include <functional>
 #include <map>
-#include <string>
-#include <vector>
+#include <mutex>
+#include <optional>
 
 #include "ptx.h"
 
@@ -22,8 +23,8 @@ enum FixedPredicate : uint32_t { kTrue, kFalse, kIgnoredPredicate, kFixedPredica
 /// [base + offset]. The base is a register of 64 bits where it is wide, else of 32.
 struct Address {
   uint32_t base = 0;
-  bool wide = false;
-  int64_t offset = 0;
+  bool wide = true;
+  uint64_t offset = 0;
 };
 
 struct Instruction {
@@ -55,19 +56,49 @@ struct Kernel {
   std::vector<Instruction> code;  ///< the last one is an exit
   uint32_t register_bytes = 0, predicates = kFixedPredicates;
   std::vector<Given> given;
-  std::vector<uint32_t> parameter_offsets, parameter_sizes;
-  uint32_t parameter_bytes = 0, local_bytes = 0;
+  std::vector<std::pair<uint32_t, uint64_t>> parameters;  ///< offsets and sizes
+  uint32_t parameter_bytes = 0;
   uint32_t dynamic_shared = 0;  ///< address where dynamic shared memory begins: behind the static variables
 };
 
-/// Where a module's global and constant variables are.
-using Globals = std::map<std::string, uint64_t>;
-
 /// Raises Error for an opcode or an operand that the simulator does not know, with the line.
-Kernel decode(Module const& module, Entry const& entry, Globals const& globals);
+Kernel decode(Module const& module, Entry const& entry);
 
 /// For each statement that branches: the statement where the paths of its lanes first meet, or the count of statements
 /// when they only meet at the end. kNowhere for all others.
 std::vector<uint32_t> find_joins(std::vector<Statement> const& statements);
+
+/// One translation unit's PTX, parsed when its first kernel is asked for.
+class Program {
+ public:
+  explicit Program(std::string text) : text_(std::move(text)) {}
+
+  /// Decoded once, and kept. Raises Error.
+  Kernel const& kernel(std::string const& name);
+
+ private:
+  std::string text_;
+  std::mutex mutex_;
+  std::optional<Module> module_;
+  std::map<std::string, Kernel> kernels_;
+};
+
+struct Size3 {
+  uint32_t x = 1, y = 1, z = 1;
+};
+
+struct Launch {
+  Kernel const& kernel;
+  Size3 grid, block;
+  uint32_t dynamic_shared = 0;  ///< bytes
+  std::byte const* parameters = nullptr;
+  uint64_t seed = 0;
+
+  int threads() const { return static_cast<int>(block.x * block.y * block.z); }
+};
+
+/// Runs a grid, its blocks one after the other. arguments[i] points to the kernel's parameter i. Raises Error.
+void run(Kernel const& kernel, Size3 grid, Size3 block, uint32_t dynamic_shared, void const* const* arguments,
+         uint64_t seed);
 
 }  // namespace simulator

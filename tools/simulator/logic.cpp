@@ -26,34 +26,20 @@ void set_predicate(Warp& w, Instruction const& i) {
   w.set_predicate(i.operand[1], ~holds);
 }
 
-template <class T, auto compare>
-void add_comparison(Opcodes& ops, Alternatives const& names, std::string const& type) {
-  ops.add(spell({{"setp."}, names, {type}}), set_predicate<compare, T>,
-          {kPredicateOut, kPairedPredicateOut, in<T>(), in<T>()});
+template <auto compare, class T>
+void add_comparison(Opcodes& ops, std::string const& name) {
+  ops.add({"setp." + name}, set_predicate<compare, T>, {kPredicateOut, kPairedPredicateOut, in<T>(), in<T>()});
 }
 
-/// None holds of a NaN.
+/// None but the last holds of a NaN: setp.ne of floats would not, and is called neu where it does.
 template <class T>
 void add_comparisons(Opcodes& ops, std::string const& type) {
-  add_comparison<T, [](T a, T b) { return a == b; }>(ops, {"eq"}, type);
-  add_comparison<T, [](T a, T b) { return a < b || b < a; }>(ops, {"ne"}, type);
-  if (type[1] == 'b') return;  // bits are equal or not, and have no order
-  add_comparison<T, [](T a, T b) { return a < b; }>(ops, {"lt", "lo"}, type);
-  add_comparison<T, [](T a, T b) { return a <= b; }>(ops, {"le", "ls"}, type);
-  add_comparison<T, [](T a, T b) { return b < a; }>(ops, {"gt", "hi"}, type);
-  add_comparison<T, [](T a, T b) { return b <= a; }>(ops, {"ge", "hs"}, type);
-}
-
-/// Those that also hold where an operand is NaN.
-void add_unordered_comparisons(Opcodes& ops, std::string const& type) {
-  using T = float;
-  add_comparison<T, [](T a, T b) { return !(a < b || b < a); }>(ops, {"equ"}, type);
-  add_comparison<T, [](T a, T b) { return a != b; }>(ops, {"neu"}, type);
-  add_comparison<T, [](T a, T b) { return !(b <= a); }>(ops, {"ltu"}, type);
-  add_comparison<T, [](T a, T b) { return !(b < a); }>(ops, {"leu"}, type);
-  add_comparison<T, [](T a, T b) { return !(a <= b); }>(ops, {"gtu"}, type);
-  add_comparison<T, [](T a, T b) { return !(a < b); }>(ops, {"geu"}, type);
-  add_comparison<T, [](T a, T b) { return a != a || b != b; }>(ops, {"nan"}, type);
+  add_comparison<[](T a, T b) { return a == b; }, T>(ops, "eq" + type);
+  add_comparison<[](T a, T b) { return a < b; }, T>(ops, "lt" + type);
+  add_comparison<[](T a, T b) { return a <= b; }, T>(ops, "le" + type);
+  add_comparison<[](T a, T b) { return b < a; }, T>(ops, "gt" + type);
+  add_comparison<[](T a, T b) { return b <= a; }, T>(ops, "ge" + type);
+  add_comparison<[](T a, T b) { return a != b; }, T>(ops, (std::is_floating_point_v<T> ? "neu" : "ne") + type);
 }
 
 // ---- selections and moves ------------------------------------------------------------------------------------------
@@ -70,32 +56,27 @@ void select(Warp& w, Instruction const& i) {
 /// mov.b32 %r, {%rs1, %rs2} and the like: the first part is the low one.
 template <class Whole, class Part>
 void pack(Warp& w, Instruction const& i) {
-  Lanes<Whole> result{};
-  for (size_t part = 0; part < sizeof(Whole) / sizeof(Part); ++part) {
-    Lanes<Part> const& from = w.at<Part>(i.operand[1 + part]);
-    for (int lane = 0; lane < kLanes; ++lane) result[lane] |= Whole(from[lane]) << 8 * sizeof(Part) * part;
-  }
+  Lanes<Part> const &low = w.at<Part>(i.operand[1]), &high = w.at<Part>(i.operand[2]);
+  Lanes<Whole> result;
+  for (int lane = 0; lane < kLanes; ++lane) result[lane] = low[lane] | Whole(high[lane]) << 8 * sizeof(Part);
   w.write(i.operand[0], result);
 }
 
 template <class Whole, class Part>
 void unpack(Warp& w, Instruction const& i) {
-  size_t const parts = sizeof(Whole) / sizeof(Part);
-  Lanes<Whole> const from = w.at<Whole>(i.operand[parts]);
-  for (size_t part = 0; part < parts; ++part) {
+  Lanes<Whole> const from = w.at<Whole>(i.operand[2]);
+  for (size_t part : {0, 1}) {
     Lanes<Part> result;
     for (int lane = 0; lane < kLanes; ++lane) result[lane] = static_cast<Part>(from[lane] >> 8 * sizeof(Part) * part);
     w.write(i.operand[part], result);
   }
 }
 
-/// The decoder's names for moves from and to {a, b, ...}.
+/// The decoder's names for moves from and to {a, b}.
 template <class Whole, class Part>
-void add_packing(Opcodes& ops) {
-  int const parts = sizeof(Whole) / sizeof(Part);
-  std::string const name = "mov.b" + std::to_string(8 * sizeof(Whole)), count = std::to_string(parts);
-  ops.add({name + ".pack" + count}, pack<Whole, Part>, {out<Whole>(), in<Part>().of(parts)});
-  ops.add({name + ".unpack" + count}, unpack<Whole, Part>, {out<Part>().of(parts), in<Whole>()});
+void add_packing(Opcodes& ops, std::string const& name) {
+  ops.add({name + ".pack2"}, pack<Whole, Part>, {out<Whole>(), in<Part>().of(2)});
+  ops.add({name + ".unpack2"}, unpack<Whole, Part>, {out<Part>().of(2), in<Whole>()});
 }
 
 template <class T>
@@ -113,28 +94,20 @@ void add_bits(Opcodes& ops) {
       ops, spell({{"shr"}, {type, ".u" + bits}}));
   add_elementwise<[](T a, uint32_t n) { return static_cast<T>(static_cast<Signed>(a) >> std::min(n, size - 1)); }>(
       ops, {"shr.s" + bits});
-  Alternatives types = spell({{"."}, {"b", "u", "s"}, {bits}});
+  Alternatives types = spell({{".b", ".u", ".s"}, {bits}});
   if (size == 32) types.push_back(".f32");
   ops.add(spell({{"selp"}, types}), select<T>, {out<T>(), in<T>(), in<T>(), kPredicateIn});
   add_elementwise<[](T a) { return a; }>(ops, spell({{"mov"}, types}));
-  add_comparisons<T>(ops, type);
-  add_comparisons<T>(ops, ".u" + bits);
+  for (std::string const& unsigned_type : {type, ".u" + bits}) add_comparisons<T>(ops, unsigned_type);
   add_comparisons<Signed>(ops, ".s" + bits);
 }
 
-// ---- fields of bits ------------------------------------------------------------------------------------------------
-
-template <class T>
-constexpr T low_bits(uint32_t count) {
-  return count >= 8 * sizeof(T) ? static_cast<T>(-1) : static_cast<T>((T(1) << count) - 1);
-}
-
+/// The low `length` bits of a in place of those of b from `begin` on.
 template <class T>
 constexpr T insert(T a, T b, uint32_t begin, uint32_t length) {
-  begin &= 255, length &= 255;
-  if (begin >= 8 * sizeof(T)) return b;
-  T const mask = static_cast<T>(low_bits<T>(length) << begin);
-  return static_cast<T>((a << begin & mask) | (b & ~mask));
+  begin = std::min(begin & 255, 64u), length = std::min(length & 255, 64u);
+  auto const mask = static_cast<T>(((static_cast<unsigned __int128>(1) << length) - 1) << begin);
+  return static_cast<T>((static_cast<unsigned __int128>(a) << begin & mask) | (b & ~mask));
 }
 
 constexpr uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
@@ -161,10 +134,12 @@ void add_logic(Opcodes& ops) {
   add_bits<uint32_t>(ops);
   add_bits<uint64_t>(ops);
   add_comparisons<float>(ops, ".f32");
-  add_unordered_comparisons(ops, ".f32");
-  add_packing<uint32_t, uint16_t>(ops);
-  add_packing<uint64_t, uint32_t>(ops);
-  add_packing<uint64_t, uint16_t>(ops);
+  // Those that also hold where an operand is NaN.
+  add_comparison<[](float a, float b) { return !(b <= a); }, float>(ops, "ltu.f32");
+  add_comparison<[](float a, float b) { return !(a <= b); }, float>(ops, "gtu.f32");
+  add_comparison<[](float a, float b) { return a != a || b != b; }, float>(ops, "nan.f32");
+  add_packing<uint32_t, uint16_t>(ops, "mov.b32");
+  add_packing<uint64_t, uint32_t>(ops, "mov.b64");
   add_elementwise<[](uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return insert(a, b, c, d); }>(ops, {"bfi.b32"});
   add_elementwise<[](uint64_t a, uint64_t b, uint32_t c, uint32_t d) { return insert(a, b, c, d); }>(ops, {"bfi.b64"});
   add_elementwise<[](uint32_t a, uint32_t b, uint32_t c) { return permute(a, b, c); }>(ops, {"prmt.b32"});

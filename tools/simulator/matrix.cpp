@@ -41,7 +41,7 @@ void widen_matrix(Lanes<uint32_t> const& from, float* to, int stride) {
 /// rows each, and twice as many A: of each block of its columns, the upper and the lower rows. Operands: D, A, B, C.
 template <class T, int blocks>
 void multiply(Warp& w, Instruction const& i) {
-  w.require_all_lanes();
+  w.require(kAllLanes);
   constexpr int kDepth = T::kColumns * blocks;
   uint32_t const *const a_places = i.operand + 4, *const b_places = a_places + 2 * blocks,
                         *const c_places = b_places + blocks;
@@ -87,29 +87,25 @@ void add_mma(Opcodes& ops, std::string const& type) {
 /// Row r of matrix m is at the address that lane 8 m + r gives.
 template <bool transposed>
 void load_matrices(Warp& w, Instruction const& i) {
-  w.require_all_lanes();
-  uint32_t const matrices = i.number;
-  alignas(16) uint16_t rows[4][8][8];
-  for (uint32_t row = 0; row < 8 * matrices; ++row) {
-    uint32_t const address = shared_address_of(w, i.address[0], static_cast<int>(row));
-    std::memcpy(rows[row / 8][row % 8], w.block.shared(w, address, 16), 16);
+  w.require(kAllLanes);
+  alignas(16) uint16_t matrices[4][8][8];
+  for (int row = 0; row < kLanes; ++row) {
+    uint32_t const address = shared_address_of(w, i.address[0], row);
+    std::memcpy(matrices[row / 8][row % 8], w.block.shared(w, address, 16), 16);
   }
-  for (uint32_t m = 0; m < matrices; ++m) {
-    uint16_t (&matrix)[8][8] = rows[m];
-    if (transposed) {
-      for (int r = 0; r < 8; ++r) {
-        for (int c = 0; c < r; ++c) std::swap(matrix[r][c], matrix[c][r]);
-      }
+  for (int m = 0; m < 4; ++m) {
+    for (int r = 0; r < 8 && transposed; ++r) {
+      for (int c = 0; c < r; ++c) std::swap(matrices[m][r][c], matrices[m][c][r]);
     }
-    std::memcpy(&w.at<uint32_t>(i.operand[m]), matrix, sizeof(matrix));
+    std::memcpy(&w.at<uint32_t>(i.operand[m]), matrices[m], sizeof(matrices[m]));
   }
 }
 
 /// The inverse: each row goes where its lane says.
 void store_matrices(Warp& w, Instruction const& i) {
-  w.require_all_lanes();
-  for (uint32_t row = 0; row < 8 * i.number; ++row) {
-    uint32_t const address = shared_address_of(w, i.address[0], static_cast<int>(row));
+  w.require(kAllLanes);
+  for (int row = 0; row < kLanes; ++row) {
+    uint32_t const address = shared_address_of(w, i.address[0], row);
     std::memcpy(w.block.shared(w, address, 16), &w.at<uint32_t>(i.operand[row / 8])[row % 8 * 4], 16);
   }
 }
@@ -121,15 +117,11 @@ void add_matrix(Opcodes& ops) {
   add_mma<Half, 2>(ops, "f16");
   add_mma<Bfloat16, 1>(ops, "bf16");
   add_mma<Bfloat16, 2>(ops, "bf16");
-  add_mma<Tfloat32, 1>(ops, "tf32");
   add_mma<Tfloat32, 2>(ops, "tf32");
-  for (int n : {1, 2, 4}) {
-    std::string const name = "ldmatrix.sync.aligned.x" + std::to_string(n);
-    std::vector<Slot> const slots{out<uint32_t>().of(n), kAddress};
-    ops.add({name + ".m8n8.shared.b16"}, load_matrices<false>, slots, static_cast<uint32_t>(n));
-    ops.add({name + ".trans.m8n8.shared.b16"}, load_matrices<true>, slots, static_cast<uint32_t>(n));
-  }
-  ops.add({"stmatrix.sync.aligned.x4.m8n8.shared.b16"}, store_matrices, {kAddress, in<uint32_t>().of(4)}, 4u);
+  std::vector<Slot> const loaded{out<uint32_t>().of(4), kAddress};
+  ops.add({"ldmatrix.sync.aligned.x4.m8n8.shared.b16"}, load_matrices<false>, loaded);
+  ops.add({"ldmatrix.sync.aligned.x4.trans.m8n8.shared.b16"}, load_matrices<true>, loaded);
+  ops.add({"stmatrix.sync.aligned.x4.m8n8.shared.b16"}, store_matrices, {kAddress, in<uint32_t>().of(4)});
 }
 
 }  // namespace simulator

@@ -3,13 +3,10 @@
 #pragma once
 
 #include <initializer_list>
-#include <string>
 #include <type_traits>
 #include <unordered_map>
 #include <utility>
-#include <vector>
 
-#include "kernel.h"
 #include "warp.h"
 
 namespace simulator {
@@ -47,17 +44,14 @@ struct Opcode {
   uint32_t number = 0;
 };
 
-class Opcodes {
- public:
+struct Opcodes {
   static Opcodes const& all();
 
   /// Names that are one already are an error of the table.
   void add(std::vector<std::string> const& names, Instruction::Run run, std::vector<Slot> const& slots,
            uint32_t number = 0);
-  Opcode const* find(std::string const& name) const;
 
- private:
-  std::unordered_map<std::string, Opcode> table_;
+  std::unordered_map<std::string, Opcode> table;
 };
 
 /// Every spelling of a name whose parts have alternatives: spell({{"a", "b"}, {"", ".x"}}) is a, a.x, b, b.x.
@@ -78,8 +72,7 @@ Adds add_arithmetic, add_async_copies, add_barriers, add_bulk_copies, add_conver
 // ---- for handlers --------------------------------------------------------------------------------------------------
 
 inline uint64_t address_of(Warp& w, Address const& address, int lane) {
-  uint64_t const base = address.wide ? w.at<uint64_t>(address.base)[lane] : w.at<uint32_t>(address.base)[lane];
-  return base + static_cast<uint64_t>(address.offset);
+  return (address.wide ? w.at<uint64_t>(address.base)[lane] : w.at<uint32_t>(address.base)[lane]) + address.offset;
 }
 inline uint32_t shared_address_of(Warp& w, Address const& address, int lane) {
   return static_cast<uint32_t>(address_of(w, address, lane));

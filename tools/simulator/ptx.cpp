@@ -1,63 +1,50 @@
 #include "ptx.h"
 
+#include <algorithm>
 #include <cctype>
 #include <map>
+#include <string_view>
 #include <tuple>
-#include <utility>
 
 namespace simulator {
 namespace {
 
 struct Token {
-  enum class Kind { word, number, string, punctuation, end };
-  Kind kind;
-  std::string text;
+  std::string_view text;  ///< empty at the end
   int line;
+
+  bool is_number() const { return !text.empty() && std::isdigit(text[0]); }
 };
 
-bool starts_word(char c) {
-  return std::isalpha(static_cast<unsigned char>(c)) || c == '_' || c == '$' || c == '%' || c == '.';
+bool in_word(char c) {
+  return std::isalnum(static_cast<unsigned char>(c)) || std::string_view("_$%.").find(c) != std::string_view::npos;
 }
-bool continues_word(char c) { return starts_word(c) || std::isdigit(static_cast<unsigned char>(c)); }
 
-/// Words keep their dots and double colons: "mbarrier.init.shared::cta.b64" is one.
-std::vector<Token> tokenize(std::string const& text) {
+/// Words and numbers keep their dots and double colons: "mbarrier.init.shared::cta.b64" is one. Others are characters.
+std::vector<Token> tokenize(std::string_view text) {
   std::vector<Token> tokens;
   int line = 1;
-  for (size_t i = 0; i < text.size();) {
-    char const c = text[i];
-    size_t const begin = i;
-    auto const add = [&](Token::Kind kind) { tokens.push_back({kind, text.substr(begin, i - begin), line}); };
-    if (c == '\n') {
-      ++line, ++i;
-    } else if (std::isspace(static_cast<unsigned char>(c))) {
-      ++i;
-    } else if (text.compare(i, 2, "//") == 0) {
-      while (i < text.size() && text[i] != '\n') ++i;
-    } else if (c == '"') {
-      i = std::min(text.find('"', i + 1), text.size() - 1) + 1;
-      add(Token::Kind::string);
-    } else if (std::isdigit(static_cast<unsigned char>(c))) {
-      while (i < text.size() && (std::isalnum(static_cast<unsigned char>(text[i])) || text[i] == '.')) ++i;
-      add(Token::Kind::number);
-    } else if (starts_word(c)) {
-      while (i < text.size() && (continues_word(text[i]) || text.compare(i, 2, "::") == 0)) i += text[i] == ':' ? 2 : 1;
-      add(Token::Kind::word);
-    } else {
-      ++i;
-      add(Token::Kind::punctuation);
+  for (size_t begin = 0, end; begin < text.size(); begin = end) {
+    end = begin + 1;
+    if (text[begin] == '\n') ++line;
+    if (std::isspace(static_cast<unsigned char>(text[begin]))) continue;
+    if (text.substr(begin, 2) == "//") {
+      end = std::min(text.find('\n', begin), text.size());
+      continue;
     }
+    if (in_word(text[begin])) {
+      while (end < text.size() && (in_word(text[end]) || text.substr(end, 2) == "::")) end += text[end] == ':' ? 2 : 1;
+    }
+    tokens.push_back({text.substr(begin, end - begin), line});
   }
-  tokens.push_back({Token::Kind::end, "", line});
+  tokens.push_back({"", line});
   return tokens;
 }
 
-/// Bits of a type's name: "b32" has 32, "pred" 1; 0 when it is no type.
+/// Bits of a type's name: ".b32" has 32, ".pred" 1; 0 when it is no type.
 int type_bits(std::string const& type) {
-  if (type == "pred") return 1;
-  size_t const digits = type.find_first_of("0123456789");
-  if (digits != 1 || std::string("busf").find(type[0]) == std::string::npos) return 0;
-  return std::stoi(type.substr(digits));
+  if (type == ".pred") return 1;
+  return type.find_first_of("busf") == 1 && type.find_first_of("0123456789") == 2 ? std::stoi(type.substr(2)) : 0;
 }
 
 class Parser {
@@ -65,107 +52,83 @@ class Parser {
   explicit Parser(std::string const& text) : tokens_(tokenize(text)) {}
 
   Module module() {
-    while (peek().kind != Token::Kind::end) declaration();
+    while (!at("")) declaration();
     return std::move(module_);
   }
 
  private:
   [[noreturn]] void fail(std::string const& what) const {
-    throw Error("PTX line " + std::to_string(peek().line) + ": " + what + " at \"" + peek().text + "\"");
+    throw Error("PTX line " + std::to_string(peek().line) + ": " + what + " at \"" + std::string(peek().text) + "\"");
   }
   Token const& peek(size_t ahead = 0) const { return tokens_[std::min(position_ + ahead, tokens_.size() - 1)]; }
-  Token const& next() { return tokens_[std::min(position_++, tokens_.size() - 1)]; }
-  bool at(char const* text) const { return peek().kind != Token::Kind::string && peek().text == text; }
+  std::string next() {
+    if (at("")) fail("the text ends too early");
+    return std::string(tokens_[position_++].text);
+  }
+  bool at(char const* text) const { return peek().text == text; }
   bool accept(char const* text) { return at(text) ? (++position_, true) : false; }
   void expect(char const* text) {
     if (!accept(text)) fail(std::string("expected \"") + text + "\"");
   }
   std::string word() {
-    if (peek().kind != Token::Kind::word) fail("expected a name");
-    return next().text;
+    if (at("") || !in_word(peek().text[0]) || peek().is_number()) fail("expected a name");
+    return next();
   }
   uint64_t integer() {
     bool const negative = accept("-");
-    if (peek().kind != Token::Kind::number) fail("expected a number");
-    std::string const text = next().text;
-    bool const is_float = text.starts_with("0f") || text.starts_with("0F");
+    if (!peek().is_number()) fail("expected a number");
+    std::string const text = next();
     size_t used = 0;
-    uint64_t const value = std::stoull(is_float ? "0x" + text.substr(2) : text, &used, 0);
+    uint64_t const value = std::stoull(text.starts_with("0f") ? "0x" + text.substr(2) : text, &used, 0);
     if (used != text.size()) fail("did not understand the number " + text + " before");
     return negative ? 0 - value : value;
   }
 
-  // ---- of a module -----------------------------------------------------------------------------------------------
+  // ---- of a module -------------------------------------------------------------------------------------------------
 
   void declaration() {
-    if (accept(".version") || accept(".address_size")) return skip_rest();
-    if (accept(".target")) {
-      module_.target = word();
-      return skip_rest();
-    }
-    if (accept(".visible") || accept(".extern") || accept(".weak")) return;
-    if (accept(".entry")) return entry();
-    if (at(".global") || at(".const") || at(".shared")) {
+    if (accept(".version") || accept(".target") || accept(".address_size")) {
+      next();
+    } else if (accept(".entry")) {
+      entry();
+    } else if (at(".global") || at(".const") || at(".shared")) {
       module_.variables.push_back(variable());
-      return expect(";");
+      expect(";");
+    } else if (!accept(".visible") && !accept(".extern")) {
+      fail("unknown declaration");
     }
-    fail("unknown declaration");
-  }
-
-  /// What follows ".version" and the like, to the end of its line.
-  void skip_rest() {
-    for (int const line = tokens_[position_ - 1].line; peek().line == line && peek().kind != Token::Kind::end;) next();
   }
 
   Variable variable() {
     Variable result;
-    result.space = next().text.substr(1);
-    int bits = 0;
-    while (peek().text[0] == '.') {
-      std::string const attribute = word();
+    result.space = next().substr(1);
+    while (peek().text.starts_with('.')) {
+      std::string const attribute = next();
       if (attribute == ".align") {
         result.alignment = integer();
-      } else if (attribute == ".ptr" || attribute == ".global" || attribute == ".const") {
-        continue;  // what a parameter points to
-      } else if (!(bits = type_bits(attribute.substr(1)))) {
+      } else if (!(result.bytes = static_cast<uint64_t>(type_bits(attribute) / 8))) {
         fail("unknown attribute " + attribute + " before");
       }
     }
     result.name = word();
-    uint64_t count = 1;
+    result.alignment = std::max(result.alignment, result.bytes);
     while (accept("[")) {
-      count *= at("]") ? 0 : integer();  // none: of dynamic shared memory
+      result.bytes *= at("]") ? 0 : integer();  // none: of dynamic shared memory
       expect("]");
     }
-    uint64_t const size = static_cast<uint64_t>(bits) / 8;
-    result.bytes = size * count;
-    result.alignment = std::max(result.alignment, size);
-    if (accept("=")) initialiser(result, size);
     return result;
   }
 
-  void initialiser(Variable& result, uint64_t size) {
-    bool const list = accept("{");
-    do {
-      uint64_t const value = integer();
-      for (uint64_t i = 0; i < size; ++i) result.content.push_back(static_cast<uint8_t>(value >> 8 * i));
-    } while (list && accept(","));
-    if (list) expect("}");
-    result.content.resize(result.bytes);
-  }
-
-  // ---- of a kernel -----------------------------------------------------------------------------------------------
+  // ---- of a kernel -------------------------------------------------------------------------------------------------
 
   void entry() {
-    module_.entries.emplace_back();
-    entry_ = &module_.entries.back();
+    entry_ = &module_.entries.emplace_back();
     registers_.clear(), labels_.clear(), parents_.clear(), open_branches_.clear();
     entry_->name = word();
-    if (accept("(")) {
-      while (!accept(")")) {
-        entry_->parameters.push_back(variable());
-        accept(",");
-      }
+    expect("(");
+    while (!accept(")")) {
+      entry_->parameters.push_back(variable());
+      accept(",");
     }
     while (!at("{")) next();  // .maxntid and other hints
     scope(-1);
@@ -182,16 +145,15 @@ class Parser {
     parents_.push_back(parent);
     expect("{");
     while (!accept("}")) {
-      if (peek().kind == Token::Kind::end) fail("the text ends inside a kernel");
       if (at("{")) {
         scope(self);
-      } else if (at(".reg")) {
+      } else if (accept(".reg")) {
         registers(self);
-      } else if (at(".shared") || at(".local") || at(".param")) {
+      } else if (at(".shared")) {
         entry_->variables.push_back(variable());
         expect(";");
-      } else if (accept(".pragma")) {
-        while (!accept(";")) next();
+      } else if (at(".pragma")) {
+        while (next() != ";") continue;
       } else if (peek(1).text == ":") {
         labels_[{self, word()}] = static_cast<int>(entry_->statements.size());
         expect(":");
@@ -202,8 +164,7 @@ class Parser {
   }
 
   void registers(int scope) {
-    expect(".reg");
-    int const bits = type_bits(word().substr(1));
+    int const bits = type_bits(word());
     if (!bits) fail("unknown type of a register before");
     auto const declare = [&](std::string const& name) {
       registers_[{scope, name}] = static_cast<int>(entry_->register_bits.size());
@@ -212,9 +173,8 @@ class Parser {
     do {
       std::string const name = word();
       if (accept("<")) {
-        uint64_t const count = integer();
+        for (uint64_t i = 0, count = integer(); i < count; ++i) declare(name + std::to_string(i));
         expect(">");
-        for (uint64_t i = 0; i < count; ++i) declare(name + std::to_string(i));
       } else {
         declare(name);
       }
@@ -260,7 +220,7 @@ class Parser {
       address(result, scope);
     } else if (accept("_")) {
       result.kind = Operand::Kind::sink;
-    } else if (peek().kind == Token::Kind::number || at("-")) {
+    } else if (peek().is_number() || at("-")) {
       result.kind = Operand::Kind::immediate;
       result.bits = integer();
     } else {
@@ -268,7 +228,6 @@ class Parser {
       result.text = word();
       result.index = find(registers_, result.text, scope);
       result.kind = result.index < 0 ? Operand::Kind::symbol : Operand::Kind::reg;
-      if (result.kind == Operand::Kind::symbol && accept("+")) result.bits = integer();
     }
     return result;
   }
@@ -276,12 +235,10 @@ class Parser {
   void address(Operand& result, int scope) {
     result.kind = Operand::Kind::address;
     do {
-      if (peek().kind == Token::Kind::number || at("-")) {
+      if (peek().is_number() || at("-")) {
         result.bits += integer();
       } else {
-        Operand base = operand(scope);
-        result.bits += base.bits, base.bits = 0;
-        result.parts.push_back(std::move(base));
+        result.parts.push_back(operand(scope));
       }
     } while (accept("+") || accept(","));
     expect("]");

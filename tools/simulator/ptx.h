@@ -9,8 +9,7 @@
 namespace simulator {
 
 /// What is wrong with a program or with what it does, with the line of PTX where that is known.
-class Error : public std::runtime_error {
- public:
+struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
@@ -42,21 +41,19 @@ struct Statement {
 };
 
 struct Variable {
-  std::string name, space;  ///< space: "shared", "global", "const", "local" or "param"
+  std::string name, space;  ///< space: "shared", "global", "const" or "param"
   uint64_t alignment = 1, bytes = 0;
-  std::vector<uint8_t> content;  ///< of initialised ones
 };
 
 struct Entry {
   std::string name;
-  std::vector<Variable> parameters;
-  std::vector<Variable> variables;  ///< those of a kernel's body; names are unique in it
-  std::vector<int> register_bits;   ///< of each register, 1 of a predicate
+  std::vector<Variable> parameters,
+      variables;                   ///< variables: those of its body, whose names are unique in it
+  std::vector<int> register_bits;  ///< of each register, 1 of a predicate
   std::vector<Statement> statements;
 };
 
 struct Module {
-  std::string target;  ///< "sm_90"
   std::vector<Variable> variables;
   std::vector<Entry> entries;
 };

@@ -2,20 +2,14 @@
 //
 // Environment, read anew each time: CUTLASS_FMHA_SIMULATED_ARCH, the device's compute capability (default 90), and
 // CUTLASS_FMHA_SIMULATOR_SEED, which decides every order that is left open (default 0).
-#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <fatbinary_section.h>
 
+#include <cstdlib>
 #include <cstring>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <string>
 #include <utility>
-#include <vector>
 
-#include "launch.h"
-#include "tensor_map.h"
+#include "block.h"
 
 namespace simulator {
 namespace {
@@ -23,10 +17,12 @@ namespace {
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local std::string last_failure;  ///< what a kernel did wrong, for cudaGetErrorString
 
-cudaError_t result(cudaError_t status) {
-  if (status != cudaSuccess) last_error = status;
-  return status;
+uint64_t environment_number(char const* name, uint64_t otherwise) {
+  char const* const text = std::getenv(name);
+  return text && *text ? std::strtoull(text, nullptr, 10) : otherwise;
 }
+
+cudaError_t result(cudaError_t status) { return status == cudaSuccess ? status : last_error = status; }
 
 struct Function {
   Program* program;
@@ -49,10 +45,8 @@ cudaError_t launch(void const* host_function, dim3 grid, dim3 block, void** argu
   auto const found = registry().functions.find(host_function);
   if (found == registry().functions.end()) return result(cudaErrorInvalidDeviceFunction);
   Function& function = found->second;
-  uint64_t const threads = uint64_t(block.x) * block.y * block.z;
-  if (threads == 0 || threads > 1024 || uint64_t(grid.x) * grid.y * grid.z == 0) {
-    return result(cudaErrorInvalidConfiguration);
-  }
+  uint64_t const threads = uint64_t(block.x) * block.y * block.z, blocks = uint64_t(grid.x) * grid.y * grid.z;
+  if (threads == 0 || threads > 1024 || blocks == 0) return result(cudaErrorInvalidConfiguration);
   if (dynamic_shared > static_cast<size_t>(function.dynamic_shared_limit)) return result(cudaErrorInvalidValue);
   try {
     run(function.program->kernel(function.name), {grid.x, grid.y, grid.z}, {block.x, block.y, block.z},
@@ -112,7 +106,6 @@ void __cudaRegisterFunction(void** program, char const* host_function, char*, ch
 void __cudaRegisterVar(void**, char*, char*, char const*, int, size_t, int, int) {}
 
 // Host functions that nvcc makes of kernels; nobody calls them here: launches go through cudaLaunchKernel.
-unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, cudaStream_t) { return cudaErrorNotSupported; }
 cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return cudaErrorNotSupported; }
 cudaError_t __cudaGetKernel(cudaKernel_t*, void const*) { return cudaErrorNotSupported; }
 cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) { return cudaErrorNotSupported; }
@@ -142,19 +135,10 @@ cudaError_t cudaFuncSetAttribute(void const* function, cudaFuncAttribute attribu
   return cudaSuccess;
 }
 
-cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
+cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 cudaError_t cudaSetDevice(int device) { return simulator::result(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
-cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
-  return cudaSuccess;
-}
-cudaError_t cudaDriverGetVersion(int* version) {
-  *version = CUDART_VERSION;
-  return cudaSuccess;
-}
+cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   if (device != 0) return simulator::result(cudaErrorInvalidDevice);
@@ -173,26 +157,15 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   cudaDeviceProp has;
-  if (cudaError_t const status = cudaGetDeviceProperties(&has, device); status != cudaSuccess) return status;
-  if (attribute != cudaDevAttrMultiProcessorCount && attribute != cudaDevAttrL2CacheSize) {
-    return simulator::result(cudaErrorInvalidValue);
-  }
-  *value = attribute == cudaDevAttrL2CacheSize ? has.l2CacheSize : has.multiProcessorCount;
-  return cudaSuccess;
+  cudaError_t const status = cudaGetDeviceProperties(&has, device);
+  *value = attribute == cudaDevAttrL2CacheSize ? has.l2CacheSize : has.multiProcessorCount;  // nobody asks for others
+  return status;
 }
 
 cudaError_t cudaGetLastError() { return std::exchange(simulator::last_error, cudaSuccess); }
 char const* cudaGetErrorString(cudaError_t status) {
-  static std::map<cudaError_t, char const*> const texts{
-      {cudaSuccess, "no error"},
-      {cudaErrorInvalidValue, "invalid argument"},
-      {cudaErrorInvalidDevice, "invalid device ordinal"},
-      {cudaErrorInvalidConfiguration, "invalid configuration argument"},
-      {cudaErrorInvalidDeviceFunction, "invalid device function"},
-  };
   if (status == cudaErrorLaunchFailure) return simulator::last_failure.c_str();
-  auto const found = texts.find(status);
-  return found == texts.end() ? "an error that the simulator has no words for" : found->second;
+  return status == cudaErrorInvalidValue ? "invalid argument" : "an error that the simulator has no words for";
 }
 
 cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** function, unsigned, unsigned long long,

@@ -1,5 +1,3 @@
-#include "warp.h"
-
 #include <algorithm>
 
 #include "block.h"
@@ -16,7 +14,6 @@ Warp::Warp(Block& block, int number) : block(block), number(number) {
   Kernel const& kernel = block.launch.kernel;
   registers_.resize(kernel.register_bytes / sizeof(registers_[0]) + 1);
   predicates_.resize(kernel.predicates);
-  local_.resize((kernel.local_bytes * kLanes + sizeof(local_[0]) - 1) / sizeof(local_[0]));
   predicates_[kTrue] = kAllLanes;
 }
 
@@ -26,7 +23,7 @@ void Warp::start() {
   }
   int const threads = block.launch.threads() - number * kLanes;
   live_ = threads >= kLanes ? kAllLanes : (Mask(1) << threads) - 1;
-  strands = {Strand{live_, 0, -1, {}}};
+  strands = {{live_}};
   joins.clear();
   copies_.clear();
   commits_ = {};
@@ -58,8 +55,8 @@ void Warp::fail(std::string const& what) const {
               ", warp " + std::to_string(number) + ", lanes " + text_of_lanes(active) + ": " + what);
 }
 
-void Warp::require_all_lanes() const {
-  if (active != kAllLanes) fail("all lanes of the warp must execute this together");
+void Warp::require(Mask members) const {
+  if (active != members) fail("the lanes " + text_of_lanes(members) + " must execute this together");
 }
 
 // ---- divergence ----------------------------------------------------------------------------------------------------
@@ -82,7 +79,7 @@ void Warp::branch(uint32_t target, uint32_t join) {
 
 /// Makes `lanes` of the running strand one of their own, at `pc`.
 void Warp::part(Mask lanes, uint32_t pc) {
-  strands.push_back({.lanes = lanes, .pc = pc, .join = strand_.join, .wait = {}});
+  strands.push_back({lanes, pc, strand_.join});
   strand_.lanes &= ~lanes;
 }
 
@@ -112,13 +109,9 @@ void Warp::exit() {
     number = join.outer;
     join.expected &= ~active;
     if (join.expected == 0 || join.expected != join.arrived) continue;
-    strands.push_back({.lanes = join.arrived, .pc = join.pc, .join = join.outer, .wait = {}});
+    strands.push_back({join.arrived, join.pc, join.outer});
     join.expected = 0;
   }
-}
-
-uint64_t Warp::local_memory(int lane) const {
-  return reinterpret_cast<uint64_t>(local_.data()) + block.launch.kernel.local_bytes * static_cast<uint64_t>(lane);
 }
 
 void Warp::sync_lanes(Mask members) {
@@ -131,14 +124,10 @@ void Warp::sync_lanes(Mask members) {
   }
 }
 
-void Warp::wait(Wait const& wait) {
+void Warp::wait(Wait const& wait, bool repeat) {
   strand_.wait = wait;
+  strand_.pc -= repeat;
   stopped_ = true;
-}
-
-void Warp::wait_and_repeat(Wait const& what) {
-  --strand_.pc;
-  wait(what);
 }
 
 }  // namespace simulator

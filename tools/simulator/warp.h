@@ -2,10 +2,7 @@
 #pragma once
 
 #include <bit>
-#include <cstdint>
 #include <deque>
-#include <string>
-#include <vector>
 
 #include "kernel.h"
 
@@ -48,6 +45,8 @@ void for_lanes(Mask mask, F const& f) {
   for (; mask != 0; mask &= mask - 1) f(first_lane(mask));
 }
 
+std::string text_of_lanes(Mask lanes);
+
 class Block;
 
 /// What a strand waits for before it can go on.
@@ -68,7 +67,7 @@ struct Strand {
   Mask lanes = 0;
   uint32_t pc = 0;
   int join = -1;  ///< number of the join that it goes to; -1: it has not parted from others
-  Wait wait;
+  Wait wait = {};
 };
 
 /// A place where lanes that parted meet.
@@ -96,8 +95,7 @@ class Warp {
   void start();
   /// Runs strands[strand] until it waits or ends, or for `budget` instructions.
   void run(size_t strand, int64_t budget);
-  /// All lanes have ended.
-  bool finished() const { return live_ == 0; }
+  /// The lanes that have not ended.
   Mask live() const { return live_; }
 
   // ---- registers ---------------------------------------------------------------------------------------------------
@@ -106,6 +104,8 @@ class Warp {
   Lanes<T>& at(uint32_t offset) {
     return *reinterpret_cast<Lanes<T>*>(reinterpret_cast<char*>(registers_.data()) + offset);
   }
+  /// What the first active lane has, of operands that all lanes have the same of.
+  uint32_t uniform(uint32_t offset) { return at<uint32_t>(offset)[first_lane(active)]; }
   /// Writes the active lanes of a register.
   template <class T>
   void write(uint32_t offset, Lanes<T> const& value) {
@@ -136,18 +136,14 @@ class Warp {
   // ---- for instructions --------------------------------------------------------------------------------------------
 
   [[noreturn]] void fail(std::string const& what) const;
-  /// For instructions that a whole warp executes together.
-  void require_all_lanes() const;
+  /// For instructions that `members` of the warp execute together.
+  void require(Mask members) const;
   /// The active lanes go to `target`, the other ones of the strand on; they meet again at `join`.
   void branch(uint32_t target, uint32_t join);
   /// The active lanes end.
   void exit();
-  /// The strand stops behind this instruction.
-  void wait(Wait const& wait);
-  /// The strand stops before this instruction, which runs again.
-  void wait_and_repeat(Wait const& wait);
-  /// The address of a lane's local memory.
-  uint64_t local_memory(int lane) const;
+  /// The strand stops behind this instruction, or before it, which then runs again.
+  void wait(Wait const& wait, bool repeat = false);
   /// bar.warp.sync.
   void sync_lanes(Mask members);
 
@@ -174,7 +170,6 @@ class Warp {
 
   std::vector<Lanes<uint64_t>> registers_;
   std::vector<Mask> predicates_;
-  std::vector<Lanes<uint64_t>> local_;
   Mask live_ = 0;
   Mask synchronized_ = 0;  ///< lanes that wait in bar.warp.sync
   Strand strand_;          ///< the one that runs; it is not in strands
@@ -182,7 +177,5 @@ class Warp {
   std::deque<AsyncCopy> copies_;
   Lanes<uint32_t> commits_{};  ///< groups that each lane has committed
 };
-
-std::string text_of_lanes(Mask lanes);
 
 }  // namespace simulator
