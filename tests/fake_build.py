@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import Any
 
 from cutlass_fmha.dispatch.device import PRESETS, Device
 from cutlass_fmha.dispatch.table import Table
@@ -44,11 +46,10 @@ class Row:
 
     @property
     def family(self) -> str:
-        if self.takes_features:
-            if not self.scored:
-                return "ranged" if self.ranged else "masked" if self.masked else "score_mod"
-            return "few_query_scored" if self.kv_warps > 1 else "scored"
-        return "few_query" if self.kv_warps > 1 else "plain"
+        if self.takes_features and not self.scored:
+            return "ranged" if self.ranged else "masked" if self.masked else "score_mod"
+        names = ["few_query"] * (self.kv_warps > 1) + ["scored"] * self.scored
+        return "_".join(names) or "plain"
 
     @property
     def head_dim_v(self) -> int:
@@ -57,12 +58,11 @@ class Row:
     @property
     def name(self) -> str:
         short = {"float16": "f16", "bfloat16": "bf16"}[self.dtype]
-        tile = f"m{self.tile_m}n{self.tile_n}w{self.warps}"
-        suffix = f"k{self.kv_warps}" if self.kv_warps > 1 else ""
-        suffix += f"_{self.copy}" if self.copy in ("element", "tma") else ""
+        dims = f"d{self.head_dim}" + (f"v{self.value_dim}" if self.value_dim else "")
+        tile = f"m{self.tile_m}n{self.tile_n}w{self.warps}" + (f"k{self.kv_warps}" if self.kv_warps > 1 else "")
+        suffix = f"_{self.copy}" if self.copy in ("element", "tma") else ""
         suffix += "_pdl" if self.dependent_launch else ""
         suffix += ("_scored" if self.scored else f"_{self.family}") if self.takes_features else ""
-        dims = f"d{self.head_dim}" + (f"v{self.value_dim}" if self.value_dim else "")
         return f"fwd_sm{self.arch}_{short}_{dims}_{tile}{suffix}"
 
     @property
@@ -76,17 +76,11 @@ FEW_QUERY = {
     64: [(16, 32, 4, 4, 2), (32, 32, 8, 8, 2), (32, 32, 4, 4, 2)],
     128: [(16, 16, 8, 8, 2), (32, 32, 8, 4, 1)],
 }
-
-
 #: (head_dim, value_dim, tile_m, tile_n, warps, kv_warps, stages) of scored rows.
-SCORED = [
-    (64, 0, 64, 64, 4, 1, 2),
-    (64, 0, 16, 16, 4, 4, 3),
-    (128, 0, 64, 32, 4, 1, 2),
-    (128, 0, 16, 16, 4, 4, 2),
-    (192, 128, 64, 32, 4, 1, 2),
-    (256, 0, 64, 32, 4, 1, 2),
-]
+SCORED = (
+    *((64, 0, 64, 64, 4, 1, 2), (64, 0, 16, 16, 4, 4, 3), (128, 0, 64, 32, 4, 1, 2), (128, 0, 16, 16, 4, 4, 2)),
+    *((192, 128, 64, 32, 4, 1, 2), (256, 0, 64, 32, 4, 1, 2)),
+)
 
 
 def make_build(
@@ -97,25 +91,22 @@ def make_build(
     And scored rows, if ``scored``.
     """
     rows: list[Row] = []
-    for arch in archs:
-        for dtype in ("float16", "bfloat16"):
-            for head_dim in (32, 64, 128):
-                key = (arch, dtype, head_dim)
-                rows += [
-                    Row(len(rows), *key, 256, 64, 8, "cp_async_16", 768 * head_dim, ping_pong=True),
-                    Row(len(rows) + 1, *key, 64, 64, 4, "cp_async_16", 384 * head_dim, min_blocks=2),
-                    Row(len(rows) + 2, *key, 64, 64, 4, "element", 384 * head_dim, min_blocks=2),
-                ]
-                for tile_m, tile_n, warps, kv_warps, stages in FEW_QUERY[head_dim]:
-                    smem_bytes = kv_warps * tile_m * (4 * head_dim + 8)
-                    tile = (tile_m, tile_n, warps, "ldg_16", smem_bytes, kv_warps, stages)
-                    rows.append(Row(len(rows), *key, *tile, dependent_launch=arch >= 90))
-            for head_dim, value_dim, tile_m, tile_n, warps, kv_warps, stages in SCORED if scored else ():
-                loaded = stages * tile_n * kv_warps * (head_dim + (value_dim or head_dim))
-                tile = (
-                    tile_m, tile_n, warps, "cp_async_16", 2 * (tile_m * head_dim + loaded), kv_warps, stages,
-                )  # fmt: skip
-                form = {"takes_features": True, "value_dim": value_dim, "q_in_registers": head_dim < 256}
-                rows.append(Row(len(rows), arch, dtype, head_dim, *tile, **form))
+
+    def add(*columns: Any, **form: Any) -> None:
+        rows.append(Row(len(rows), *columns, **form))
+
+    for arch, dtype in itertools.product(archs, ("float16", "bfloat16")):
+        for dim in (32, 64, 128):
+            add(arch, dtype, dim, 256, 64, 8, "cp_async_16", 768 * dim, ping_pong=True)
+            add(arch, dtype, dim, 64, 64, 4, "cp_async_16", 384 * dim, min_blocks=2)
+            add(arch, dtype, dim, 64, 64, 4, "element", 384 * dim, min_blocks=2)
+            for *tile, kv_warps, stages in FEW_QUERY[dim]:
+                copied = ("ldg_16", kv_warps * tile[0] * (4 * dim + 8), kv_warps, stages)
+                add(arch, dtype, dim, *tile, *copied, dependent_launch=arch >= 90)
+        for dim, value_dim, *tile, kv_warps, stages in SCORED if scored else ():
+            loaded = stages * tile[1] * kv_warps * (dim + (value_dim or dim))
+            copied = ("cp_async_16", 2 * (tile[0] * dim + loaded), kv_warps, stages)
+            form = {"takes_features": True, "value_dim": value_dim, "q_in_registers": dim < 256}
+            add(arch, dtype, dim, *tile, *copied, **form)
     targets = {89: "80,89"} if compiled_for is None else compiled_for
     return Table(tuple(rows), tuple(targets.items()))  # type: ignore[arg-type]

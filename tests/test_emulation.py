@@ -3,11 +3,13 @@ Needs no GPU; nvcc, CMake and the headers of CUTLASS as a build does."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,10 @@ ROOT = Path(__file__).resolve().parents[1]
 KIB = 1024
 
 
-# ---- the build's options -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("emulation", "passes", "told"),
     [
-        *(
-            ("ON", passes, f'must be an odd number from 1 on, and it is "{passes}"')
-            for passes in ("0", "2", "-1", "03", "three", "1.5", "")
-        ),
+        *(("ON", x, f'must be an odd number from 1 on, and it is "{x}"') for x in ("0", "2", "-1", "03", "1.5", "")),
         ("", "3", "MMA_PASSES=3 makes kernels slow on purpose and needs CUTLASS_FMHA_EMULATION=ON"),
         ("", "1", {90}),
         ("proxy", "1", {90, 120}),
@@ -56,14 +52,10 @@ def test_an_emulation_build_is_all_for_sm_90(tmp_path: Path, emulation: str, pas
     )
     if isinstance(told, str):
         assert answer.returncode and told in " ".join(answer.stderr.split())
-        return
-    assert answer.returncode == 0, answer.stderr
-    flags = dict(re.findall(r"^(\d+): (.*)$", answer.stderr, re.MULTILINE))
-    assert {int(arch) for arch in flags if "sm_90" in flags[arch]} == told
-    assert f"CUTLASS_FMHA_MMA_PASSES={passes}" in answer.stderr
+    else:
+        assert {int(arch) for arch in re.findall(r"^(\d+): .*sm_90", answer.stderr, re.MULTILINE)} == told
+        assert answer.returncode == 0 and f"CUTLASS_FMHA_MMA_PASSES={passes}" in answer.stderr
 
-
-# ---- padded shared memory ----------------------------------------------------------------------------------
 
 PROGRAM = r"""
 #include <cstdio>
@@ -92,21 +84,16 @@ def test_padding_is_right_for_every_block_that_fits_and_others_are_errors(tmp_pa
     subprocess.run([os.environ.get("CXX") or "c++", *flags], cwd=tmp_path, check=True)
     asked = [(smem, warps) for warps in (1, 2, 4, 8, 9, 12, 16, 48) for smem in range(0, 99 * KIB + 1, 1008)]
     asked += [(49 * KIB, 4), (49 * KIB + 1, 4), (99 * KIB, 8)]  # half of an SM, a byte more, the largest
-    assert [blocks_per_sm(*one, 100 * KIB, 48, 24) for one in [*asked[-3:], (4 * KIB, 16), (0, 1)]] == [
-        *(2, 1, 1, 3, 24)
-    ]
-    lines = "".join(f"{smem} {warps}\n" for smem, warps in (*asked, (100 * KIB, 8), (0, 49)))
-    answer = subprocess.run([tmp_path / "padding"], input=lines, capture_output=True, text=True, check=True)
-    *answers, too_large, too_many = answer.stdout.splitlines()
+    emulated = {one: blocks_per_sm(*one, 100 * KIB, 48, 24) for one in asked}
+    assert [emulated[one] for one in (*asked[-3:], (0, 16), (0, 1))] == [2, 1, 1, 3, 24]
+    lines = "".join(f"{smem} {warps}\n" for smem, warps in (*emulated, (100 * KIB, 8), (0, 49)))
+    *answers, too_large, too_many = subprocess.check_output(tmp_path / "padding", input=lines, text=True).splitlines()
     assert too_large == "a block of 8 warps with 102400 bytes of shared memory fits no SM of sm_89 or sm_120"
     assert "a block of 49 warps" in too_many
-    for (smem, warps), padded in zip(asked, map(int, answers), strict=True):
-        expected = blocks_per_sm(smem, warps, 100 * KIB, 48, 24)
+    for ((smem, warps), expected), padded in zip(emulated.items(), map(int, answers), strict=True):
         assert smem <= padded <= 227 * KIB
         assert blocks_per_sm(padded, warps, 228 * KIB, 64, 32) == expected, (smem, warps, padded)
 
-
-# ---- repeated passes, in machine code ----------------------------------------------------------------------
 
 KERNEL = """
 #include "forward/kernel.cuh"
@@ -148,16 +135,11 @@ def test_extra_passes_multiply_the_mma_of_a_main_loop_and_leave_the_rest_alone(t
     assert chained > 0.6 * len(extra)
 
 
-# ---- rows of all families ----------------------------------------------------------------------------------
-
-
 def test_every_case_has_rows_and_they_are_built():
     """Of both architectures; and tiles make whole waves, but for documents of any length."""
     asked = list(families.cases())
-    assert {name for names, _ in asked for name in names} == {
-        *("plain", "ranged", "score_mod", "masked", "scored", "few_query", "few_query_scored", "wide", "wide_scored"),
-        "backward",
-    }
+    known = {*families.ROWS, "scored", "few_query_scored", "wide_scored"}
+    assert {name for names, _ in asked for name in names} == known
     left_out = "_element|_ds$|^bwd_.*_scored"
     built = families.rows_of(tuple(families.ROWS))
     for names, case in asked:
@@ -173,44 +155,41 @@ def test_every_case_has_rows_and_they_are_built():
             assert any(re.search(families.ROWS[names[0]], row) for row in wanted), (case.name, arch)
 
 
-@pytest.mark.parametrize("family", families.ROWS)
-def test_a_family_alone_builds_its_rows_and_plain_ones(family: str):
+def test_a_family_alone_builds_its_rows_and_plain_ones():
     """Those of FlashAttention-2, too, where there are."""
     command = [building.find_program("cmake"), "-D", f"CUTLASS_FMHA_MANIFEST={ROOT}/tools/tuning/beside.cmake"]
     command += ["-P", str(ROOT / "cmake" / "list_rows.cmake")]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    names = [line.split()[0] for line in told.splitlines()]
-    built = [name for name in names if re.search(families.rows_of([family]), name)]
-    for arch in (89, 120):
-        own = [name for name in built if f"_sm{arch}_" in name and re.search(families.ROWS[family], name)]
-        assert own and any(f"fwd_sm{arch}_bf16_d128_m256" in name for name in built)
-    if family == "backward":
-        assert sorted(name for name in built if name.startswith(("bwd_sm89", "bwd_sm120"))) == [
-            *("bwd_sm120_bf16_d128_m64n128w8_tma", "bwd_sm120_bf16_d64_m64n256w8_tma"),
-            *("bwd_sm89_bf16_d128_m64n128w8", "bwd_sm89_bf16_d128_m64n64w4_fa2"),
-            *("bwd_sm89_bf16_d64_m64n128w8_fa2", "bwd_sm89_bf16_d64_m64n256w8"),
-        ]
+    names = [line.split()[0] for line in subprocess.check_output(command, text=True).splitlines()]
+    built = {x: [name for name in names if re.search(families.rows_of([x]), name)] for x in families.ROWS}
+    for family, arch in itertools.product(built, (89, 120)):
+        of_arch = [name for name in built[family] if f"_sm{arch}_" in name]
+        assert any(re.search(families.ROWS[family], name) for name in of_arch)
+        assert any(f"fwd_sm{arch}_bf16_d128_m256" in name for name in of_arch)
+    assert sorted(name for name in built["backward"] if name.startswith(("bwd_sm89", "bwd_sm120"))) == [
+        *("bwd_sm120_bf16_d128_m64n128w8_tma", "bwd_sm120_bf16_d64_m64n256w8_tma"),
+        *("bwd_sm89_bf16_d128_m64n128w8", "bwd_sm89_bf16_d128_m64n64w4_fa2"),
+        *("bwd_sm89_bf16_d64_m64n128w8_fa2", "bwd_sm89_bf16_d64_m64n256w8"),
+    ]
 
 
 @pytest.mark.parametrize("gpu", ["l4", "rtxpro6000"])
 def test_gradients_are_timed_by_the_row_that_is_named(gpu: str):
     """What the benchmark calls takes each row's name to the launch, and a row of no backward is refused."""
     device = devices.PRESETS[gpu]
-    of_arch = [row for row in (*_C.rows(), *_C.backward_rows()) if row.arch == emulate.ARCHITECTURES[device.capability]]
-    for names, case in families.cases():
-        if names[0] != "backward":
-            continue
+    of_arch = [row for row in _C.backward_rows() if row.arch == emulate.ARCHITECTURES[device.capability]]
+    for case in (case for names, case in families.cases() if names == ("backward",)):
         assert case.flop == 5 * 2 * case.num_heads * case.visible_pairs * case.head_dim
         shape = (case.batch, case.seqlen_q, case.num_heads, case.head_dim)
         tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(5)]
         lse = torch.empty(case.batch, case.num_heads, case.seqlen_q, device="meta")
         about = (lse, None, 0.1, "bottom-right" if case.causal else "none", {}, (True, True, True, False, False))
-        rows = families.rows_for(names, case, of_arch)
+        launch = partial(gradients.launch, tensors[4], tuple(tensors[:3]), tensors[3], *about, device=device)
+        rows = families.rows_for(("backward",), case, of_arch)
         assert len(rows) >= 2
         for row in rows:
-            gradients.launch(tensors[4], tuple(tensors[:3]), tensors[3], *about, row=row, device=device)
+            launch(row=row)
         with pytest.raises(ValueError, match="is not a row"):
-            gradients.launch(tensors[4], tuple(tensors[:3]), tensors[3], *about, row="fwd", device=device)
+            launch(row="fwd")
 
 
 def test_a_case_without_rows_or_times_is_named():
@@ -232,14 +211,10 @@ def test_families_that_are_asked_for_are_measured(options: list[str], asked: Any
         raise building.BuildError("no row of sm_89 of 4 cases")
 
     monkeypatch.setattr(emulate, "measure_families", measure)
-    assert emulate.main(["rtx4090", *options]) == 1
+    assert emulate.main(["rtx4090", *options]) == emulate.main(["l4", "--report", "--leaderboard", "nowhere"]) == 1
     assert given[0][:2] == (89, 5) and given[0][4] == asked
-    assert "no row of sm_89" in capsys.readouterr().err
-
-
-def test_errors_of_a_search_are_its_own(capsys: pytest.CaptureFixture[str]):
-    assert emulate.main(["l4", "--report", "--leaderboard", "nowhere.json"]) == 1
-    assert capsys.readouterr().err.startswith("emulate: ")
+    told, of_search = capsys.readouterr().err.splitlines()
+    assert told == "emulate: no row of sm_89 of 4 cases" and of_search.startswith("emulate: nowhere can't be read")
 
 
 def entry(case: str, row: str, share: float, **more: Any) -> dict[str, Any]:

@@ -32,9 +32,10 @@ LEFT_OUT = re.compile(r"__pycache__|\.so$|\.py[cod]$|/\.")
 
 
 def run(command: list[str], directory: Path, **environment: str) -> str:
-    told = {"capture_output": True, "text": True, "cwd": directory, "timeout": 1200}
-    done = subprocess.run(command, check=False, env={**os.environ, **environment}, **told)
-    assert done.returncode == 0, f"{command} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    """What it prints; where it fails, that is told with the failure."""
+    told = {"cwd": directory, "env": {**os.environ, **environment}, "text": True, "timeout": 1200}
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False, **told)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout[-2000:]}"
     return done.stdout
 
 
@@ -42,8 +43,7 @@ def run(command: list[str], directory: Path, **environment: str) -> str:
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("sdist")
     code = f"import backend; print(backend.build_sdist({str(directory)!r}))"
-    name = run([sys.executable, "-c", code], ROOT, PYTHONPATH=str(ROOT / "build_backend")).split()[-1]
-    return directory / name
+    return directory / run([sys.executable, "-c", code], ROOT, PYTHONPATH=str(ROOT / "build_backend")).split()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +96,8 @@ def test_the_wheel_is_for_this_python_and_machine_and_holds_the_package_and_noth
 
 #: What headers of g++ 11 and glibc 2.32 inline. The image's glibc is older, and its g++ links the other
 #: three statically.
-OF_NEWER_HEADERS = {
-    "__libc_single_threaded",
-    "_ZSt28__throw_bad_array_new_lengthv",
-    "_ZNSt15__exception_ptr13exception_ptr9_M_addrefEv",
-    "_ZNSt15__exception_ptr13exception_ptr10_M_releaseEv",
-}
+OF_NEWER_HEADERS = {"__libc_single_threaded", "_ZSt28__throw_bad_array_new_lengthv"}
+OF_NEWER_HEADERS |= {f"_ZNSt15__exception_ptr13exception_ptr{x}Ev" for x in ("9_M_addref", "10_M_release")}
 
 
 def test_its_symbols_are_those_of_manylinux_2_28(wheel: Path, names: set[str], tmp_path: Path):
@@ -128,12 +124,6 @@ def test_its_symbols_are_those_of_manylinux_2_28(wheel: Path, names: set[str], t
     assert newer - old <= OF_NEWER_HEADERS
 
 
-def test_auditwheel_finds_a_platform_without_excludes(wheel: Path):
-    said = run([sys.executable, "-m", "auditwheel", "show", str(wheel)], wheel.parent)
-    found = re.search(rf'platform tag:\s+"manylinux_2_\d+_{MACHINE}"', said)
-    assert found, f"more than the libraries that every Linux has is needed:\n{said}"
-
-
 SESSION = """
 import torch, cutlass_fmha
 from cutlass_fmha import cli
@@ -150,14 +140,10 @@ raise SystemExit(cli.main(["parity", "--device", "cpu", "--case", "d64_bf16"]))
 def test_a_new_user_installs_it_and_calls_it(wheel: Path, tmp_path: Path):
     """In an empty environment: install, info without torch, then with one a call, its explanation, parity."""
     run([sys.executable, "-m", "venv", "--without-pip", "new"], tmp_path)
-    bin_directory = tmp_path / "new" / "bin"
-    python, command = str(bin_directory / "python"), str(bin_directory / "cutlass-fmha")
+    python, command = (str(tmp_path / "new" / "bin" / name) for name in ("python", "cutlass-fmha"))
     clean = {**os.environ, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", str(wheel)]
-    run(install, tmp_path, **clean)
-    info = subprocess.run(
-        [command, "info", "--json"], capture_output=True, text=True, check=False, env=clean, timeout=300
-    )
+    run([sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", str(wheel)], tmp_path, **clean)
+    info = subprocess.run([command, "info", "--json"], capture_output=True, check=False, env=clean)
     found = json.loads(info.stdout)
     assert info.returncode == 1 and found["build"]
     assert found["import_error"] == "No module named 'torch': pip install 'torch>=2.6'"
@@ -183,29 +169,21 @@ def test_what_a_wheel_is_made_of_is_told(wheel: Path, tmp_path: Path):
     assert parts["nvidia-cuda-runtime"]["version"] == "12.9"
     assert parts["nvidia-cutlass"]["version"] == "4.2.0.0" and "version" not in parts["torch"]
     assert all(part["licenses"] for part in parts.values())
-    (depends,) = told["dependencies"]
-    assert depends["ref"] == own["bom-ref"]
-    assert set(depends["dependsOn"]) == {part["bom-ref"] for part in parts.values()}
+    ((ref, depends_on),) = ((each["ref"], set(each["dependsOn"])) for each in told["dependencies"])
+    assert ref == own["bom-ref"] and depends_on == {part["bom-ref"] for part in parts.values()}
 
 
-def test_its_metadata_and_licences(wheel: Path, names: set[str]):
+def test_its_metadata_and_licences_and_the_installed_distribution(wheel: Path, names: set[str]):
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         fields = email.message_from_bytes(archive.read(metadata))
         licences = {name: archive.read(name) for name in names if "/licenses/" in name}
-    assert fields["Name"] == "cutlass-fmha"
-    assert fields["Requires-Python"] == ">=3.10"
-    assert required(fields.get_all("Requires-Dist", [])) == ["torch>=2.6"]
+    (declared,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    installed = importlib.metadata.metadata("cutlass-fmha")
+    for told in (fields, installed):
+        assert (told["Name"], told["Version"], told["Requires-Python"]) == ("cutlass-fmha", declared, ">=3.10")
+        required = [line.replace(" ", "") for line in told.get_all("Requires-Dist") if "extra ==" not in line]
+        assert required == ["torch>=2.6"]
+    assert declared == cutlass_fmha.__version__
     assert any(name.endswith("/licenses/LICENSE") for name in licences)
     assert any(b"NVIDIA CORPORATION" in text for text in licences.values()), "CUTLASS's notice is missing"
-
-
-def test_the_installed_distribution_is_this_package():
-    declared = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert declared and declared[1] == cutlass_fmha.__version__ == importlib.metadata.version("cutlass-fmha")
-    assert required(importlib.metadata.requires("cutlass-fmha") or []) == ["torch>=2.6"]
-
-
-def required(requirements: list[str]) -> list[str]:
-    """What is installed along in any case: without the extras, and without spaces."""
-    return [line.replace(" ", "") for line in requirements if "extra ==" not in line]

@@ -13,7 +13,6 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,7 @@ class BuildError(RuntimeError):
 
 
 def find_program(name: str) -> str:
-    """A build tool: the one beside this Python before one of the system, which may be too old.
-
-    Raises BuildError.
-    """
+    """A build tool: the one beside this Python before one of the system, which may be too old. Raises BuildError."""
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if not found:
         raise BuildError(f"{name} was not found: pip install -r requirements/build.txt")
@@ -45,15 +41,14 @@ def run(command: list[str], log: Path, timeout_s: float | None = None) -> tuple[
     Whatever ends the wait, an interrupt too, ends all that the command has started.
     """
     process: subprocess.Popen[bytes] | None = None
+    status: int | None = None
     with log.open("w") as out:
+        streams = {"stdout": out, "stderr": out, "stdin": subprocess.DEVNULL}
         try:
             with interrupts_later():
-                process = subprocess.Popen(
-                    command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
-                )
-            status: int | None = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            status = None
+                process = subprocess.Popen(command, start_new_session=True, **streams)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(timeout_s)
         finally:
             if process is not None and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -61,7 +56,7 @@ def run(command: list[str], log: Path, timeout_s: float | None = None) -> tuple[
     return status, log.read_text(errors="replace")
 
 
-@contextmanager
+@contextlib.contextmanager
 def interrupts_later() -> Iterator[None]:
     """An interrupt that comes in this block is raised at its end: within Popen it would lose a process that
     runs already. (A mask that holds it back would be inherited by that process.)"""
@@ -82,8 +77,7 @@ def script(directory: Path, *lines: str) -> subprocess.CompletedProcess[str]:
     """What CMake says to a script of these lines, without a tree; its messages are on stderr."""
     file = directory / "script.cmake"
     file.write_text("\n".join(("cmake_minimum_required(VERSION 3.26)", *lines)))
-    command = [find_program("cmake"), "-P", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run([find_program("cmake"), "-P", str(file)], capture_output=True, text=True, check=False)
 
 
 @dataclass(frozen=True)
@@ -94,9 +88,8 @@ class Tree:
     variables: Mapping[str, object] = field(default_factory=dict)
     jobs: int = os.cpu_count() or 1 if sys.platform == "win32" else len(os.sched_getaffinity(0))
 
-    @property
-    def configuration(self) -> list[str]:
-        """The command that configures it."""
+    def configure(self) -> None:
+        """Raises BuildError: with the project's own sentence where it has one."""
         defines = {
             "CMAKE_BUILD_TYPE": "Release",
             "CMAKE_MAKE_PROGRAM": find_program("ninja"),
@@ -109,22 +102,19 @@ class Tree:
 
             defines.setdefault("pybind11_DIR", pybind11.get_cmake_dir())
         command = [find_program("cmake"), "-S", str(ROOT), "-B", str(self.directory), "-G", "Ninja"]
-        return command + [f"-D{name}={value}" for name, value in defines.items()]
-
-    def configure(self) -> None:
-        """Raises BuildError: with the project's own sentence where it has one."""
+        command += [f"-D{name}={value}" for name, value in defines.items()]
         self.directory.mkdir(parents=True, exist_ok=True)
-        status, output = run(self.configuration, self.directory / "configure.log")
+        status, output = run(command, self.directory / "configure.log")
         if status:
             sentence = re.search(r"cutlass_fmha: [^\n]*(?:\n  [^\n]*)*(?=\n(?:Call Stack|\s*\n))", output)
             raise BuildError(" ".join(sentence[0].split()) if sentence else f"CMake failed:\n{tail(output)}")
         if unused := re.search(r"Manually-specified variables were not used by the project:\s+(\S+)", output):
             raise BuildError(f"this version of the project has no CMake variable {unused[1]}")
 
-    def compile(self, target: str, timeout_s: float | None = None) -> tuple[int | None, str]:
+    def compile(self, target: str) -> tuple[int | None, str]:
         """What ``run`` says of it. All that can be compiled is, whatever fails."""
         command = [find_program("cmake"), "--build", str(self.directory), "--target", target]
-        return run([*command, "-j", str(self.jobs), "--", "-k", "0"], self.directory / "build.log", timeout_s)
+        return run([*command, "-j", str(self.jobs), "--", "-k", "0"], self.directory / "build.log")
 
     def build(self, target: str, pattern: str) -> Path:
         """Configures and builds a target, one process at a time. The file that is made; BuildError."""
@@ -134,8 +124,7 @@ class Tree:
             self.configure()
             status, output = self.compile(target)
         if status:
-            log = self.directory / "build.log"
-            raise BuildError(f"the build failed, {log} ends with:\n{tail(output)}")
+            raise BuildError(f"the build failed, {self.directory / 'build.log'} ends with:\n{tail(output)}")
         return self.file(pattern)
 
     def file(self, pattern: str) -> Path:
@@ -153,15 +142,12 @@ def load_extension(path: Path) -> Any:
     """
     package = types.ModuleType("cutlass_fmha")
     package.__path__ = [str(ROOT / "cutlass_fmha")]
-    sys.modules["cutlass_fmha"] = package
     spec = importlib.util.spec_from_file_location("cutlass_fmha._C", path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["cutlass_fmha._C"] = module
+    package._C = module = importlib.util.module_from_spec(spec)  # type: ignore[attr-defined]
+    sys.modules.update({"cutlass_fmha": package, "cutlass_fmha._C": module})
     spec.loader.exec_module(module)
-    package._C = module  # type: ignore[attr-defined]
-    for directory in (ROOT / "tests", ROOT / "tools"):
-        sys.path.insert(0, str(directory))
+    sys.path[0:0] = [str(ROOT / "tools"), str(ROOT / "tests")]
     return module
 
 

@@ -23,8 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tune
-from building import BuildError, Tree, run, tail
-from cubin import run_tool
+from building import ROOT, BuildError, Tree, run, tail
+from cubin import ToolMissingError, run_tool
 from profile_row import MMA_CLOCKS, mma_clocks
 from tuning import families
 
@@ -56,19 +56,19 @@ def measure_families(arch: int, passes: int, work: Path, defines: list[str], ask
         "CUTLASS_FMHA_MANIFEST": Path(families.__file__).with_name("beside.cmake"),
         "CUTLASS_FMHA_ROWS": families.rows_of(asked),
         "CUTLASS_FMHA_ROWS_PER_FILE": 2,
+        **dict(define.split("=", 1) for define in defines),
     }
-    tree = Tree(work.resolve() / f"families-passes{passes}", variables | dict(d.split("=", 1) for d in defines))
+    tree = Tree(work.resolve() / f"families-passes{passes}", variables)
     extension = tree.build("_C", "_C*.so")
     package, ceiling, result = (tree.directory / name for name in ("package", "ceiling.so", f"sm{arch}.json"))
     shutil.rmtree(package, ignore_errors=True)
-    shutil.copytree(tune.ROOT / "cutlass_fmha", package / "cutlass_fmha", ignore=shutil.ignore_patterns("_C*.so"))
+    shutil.copytree(ROOT / "cutlass_fmha", package / "cutlass_fmha", ignore=shutil.ignore_patterns("_C*.so"))
     shutil.copy(extension, package / "cutlass_fmha")
     flags = ("-std=c++20", "-O3", "-shared", "-Xcompiler=-fPIC", "-gencode=arch=compute_90,code=sm_90", "-o", ceiling)
     run_tool("nvcc", *flags, Path(families.__file__).with_name("ceiling.cu"))
     result.unlink(missing_ok=True)
-    environment = {"PYTHONPATH": package, devices.FORCE_ARCH: arch, "CUTLASS_FMHA_CALIBRATION": "off"}
-    command = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable]
-    command += [families.__file__, str(ceiling), str(result), ",".join(asked)]
+    environment = (f"PYTHONPATH={package}", f"{devices.FORCE_ARCH}={arch}", "CUTLASS_FMHA_CALIBRATION=off")
+    command = ["env", *environment, sys.executable, families.__file__, str(ceiling), str(result), ",".join(asked)]
     status, told = run(command, tree.directory / "families.log")
     if status:
         raise BuildError(f"measuring failed:\n{tail(told)}")
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = tune.parse_arguments(tune.build_parser(), rest)
     try:
         found = measure_families(arch, passes, asked.work, options.defines, options.family or tuple(families.ROWS))
-    except (BuildError, tune.ToolMissingError) as error:
+    except (BuildError, ToolMissingError) as error:
         print(f"emulate: {error}", file=sys.stderr)
         return 1
     output.emit(found, families.tables(found), asked.json)

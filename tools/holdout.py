@@ -41,7 +41,6 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--output", type=Path, metavar="FILE", help="measure; all timings go there, as JSON")
     what.add_argument("--evaluate", type=Path, metavar="FILE", help="judge by stored timings alone")
     add("--markdown", type=Path, metavar="FILE", help="write the verdict there as well")
-    add("--device", type=int, default=0, metavar="N", help="CUDA device (default: 0)")
     fit = "also time a calibration's problems, with so many random ones for each head dim: for calibrate"
     add("--with-calibration", type=int, metavar="DRAWN", help=f"{fit} --from-timings, to work on the model")
     arguments = parser.parse_args(argv)
@@ -65,9 +64,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(arguments: argparse.Namespace) -> Measurements:
     """Times the rows of the drawn problems. Raises CannotMeasure where there is nothing to time them with."""
-    require_gpu(arguments.device)
-    build = tables.this_build()
-    machine = measurements.this_machine(arguments.device)
+    require_gpu(0)
+    build, machine = tables.this_build(), measurements.this_machine(0)
     if (nothing := no_rows(machine.device, build)) is not None:
         raise CannotMeasure(nothing)
     kinds = measurements.kinds(machine.device, build)
@@ -76,9 +74,9 @@ def measure(arguments: argparse.Namespace) -> Measurements:
     taken = Measurements(machine, seed=arguments.seed)
     begin = time.perf_counter()
     if arguments.with_calibration:
-        taken.calibration = measurements.collect(grid, arguments.device, build, "calibration", measurements.GIVE_UP)
+        taken.calibration = measurements.collect(grid, 0, build, "calibration", measurements.GIVE_UP)
         measurements.save(taken, arguments.output)  # kept, should the rest be interrupted
-    taken.holdout = measurements.collect(held_out, arguments.device, build, "holdout")
+    taken.holdout = measurements.collect(held_out, 0, build, "holdout")
     taken.wall_s = time.perf_counter() - begin
     measurements.save(taken, arguments.output)
     return taken
@@ -87,9 +85,17 @@ def measure(arguments: argparse.Namespace) -> Measurements:
 def markdown(taken: Measurements, picks: Sequence[Pick], costs: str) -> str:
     """The verdict as text that is also Markdown."""
     machine = taken.machine
-    dims = sorted({pick.problem.head_dim for pick in picks})
-    groups = {str(dim): [pick for pick in picks if pick.problem.head_dim == dim] for dim in dims}
-    worst = sorted(picks, key=lambda pick: -pick.loss)[:WORST]
+    dims, worst = [], []
+    for dim in (*sorted({pick.problem.head_dim for pick in picks}), "all"):
+        own = [pick for pick in picks if dim in ("all", pick.problem.head_dim)]
+        lost = [pick.loss for pick in own]
+        shares = (verdict.share_right(own), percentile(lost, 0.5), percentile(lost, 0.95), max(lost))
+        dims.append((str(dim), str(len(own)), *(f"{share:.1%}" for share in shares)))
+    for pick in sorted(picks, key=lambda pick: -pick.loss)[:WORST]:
+        p = pick.problem
+        shape = f"B{p.batch} H{p.num_heads}/{p.num_heads_kv} Sq{p.seqlen_q} Sk{p.seqlen_k} D{p.head_dim}"
+        times = f"{pick.us:.1f} / {pick.best_us:.1f}"
+        worst.append((f"{pick.loss:.1%}", pick.row, pick.best_row, times, f"{shape} {p.dtype} {p.causal}"))
     lines = [
         f"# Hold-out: what selection picks on {machine.gpu}",
         "",
@@ -97,27 +103,11 @@ def markdown(taken: Measurements, picks: Sequence[Pick], costs: str) -> str:
         f"row ({REQUIRED:.0%} are required). Costs: {costs}. Seed {taken.seed}, {machine.date[:10]}, "
         f"cutlass_fmha {machine.package}, torch {machine.torch}.",
         "",
-        *table(HEAD, [_line(label, own) for label, own in {**groups, "all": picks}.items()]),
+        *table(("head dim", "problems", "within 5 %", "time lost: median", "p95", "worst"), dims),
         "",
-        *table(("lost", "picked", "best", "us / us", "problem"), map(_row, worst)),
+        *table(("lost", "picked", "best", "us / us", "problem"), worst),
     ]
     return "\n".join(lines) + "\n"
-
-
-HEAD = ("head dim", "problems", "within 5 %", "time lost: median", "p95", "worst")
-
-
-def _line(label: str, picks: Sequence[Pick]) -> tuple[str, ...]:
-    lost = [pick.loss for pick in picks]
-    shares = (verdict.share_right(picks), percentile(lost, 0.5), percentile(lost, 0.95), max(lost))
-    return label, str(len(picks)), *(f"{share:.1%}" for share in shares)
-
-
-def _row(pick: Pick) -> tuple[str, ...]:
-    p = pick.problem
-    shape = f"B{p.batch} H{p.num_heads}/{p.num_heads_kv} Sq{p.seqlen_q} Sk{p.seqlen_k} D{p.head_dim}"
-    times = f"{pick.us:.1f} / {pick.best_us:.1f}"
-    return f"{pick.loss:.1%}", pick.row, pick.best_row, times, f"{shape} {p.dtype} {p.causal}"
 
 
 if __name__ == "__main__":

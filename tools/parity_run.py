@@ -54,6 +54,7 @@ from listed_problems import GROUPS, is_short, listed
 from source_hash import source_hash
 
 KIND = "cutlass_fmha parity run"
+BESIDE = "python tools/parity_run.py --beside"
 #: Seeds of the processes that share a run lie so far apart.
 STRIDE = 1_000_003
 
@@ -74,8 +75,7 @@ class Tally:
         self.problems += other.problems
         self.features += other.features
         self.rows += other.rows
-        for row, ratio in other.ratios.items():
-            self.ratios[row] = max(ratio, self.ratios.get(row, 0.0))
+        self.ratios |= {row: max(ratio, self.ratios.get(row, 0.0)) for row, ratio in other.ratios.items()}
         if other.worst > self.worst:
             self.worst, self.worst_line = other.worst, other.worst_line
         self.failure = self.failure or other.failure
@@ -90,8 +90,8 @@ class Tally:
 
     def conclude(self, seconds: float) -> int:
         """Tells how it went: 0, or 1 for a mismatch."""
-        found = f"{self.problems} problems on {len(self.rows)} rows in {seconds:.0f} s"
-        print(f"{found}, worst ratio {self.worst:.3f}")
+        rows = f"{self.problems} problems on {len(self.rows)} rows"
+        print(f"{rows} in {seconds:.0f} s, worst ratio {self.worst:.3f}")
         return 1 if self.failure else 0
 
 
@@ -112,12 +112,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--problem", metavar="JSON", help="run this one problem, on the row that --rows names")
     arguments = parser.parse_args(argv)
     if arguments.beside:
-        rows = [op for op in ops_beside() if re.search(arguments.rows, op)]
+        kind, rows = "op", [op for op in ops_beside() if re.search(arguments.rows, op)]
     else:
+        kind = "row of gradients" if arguments.gradients else "scored row"
         rows = [row.name for row in rows_named(arguments.rows, arguments.gradients)]
     arguments.wanted = arguments.problems * (len(rows) if arguments.beside else 1)
     if (reason := gpu.unusable()) is not None or not (rows or arguments.problem):
-        kind = "op" if arguments.beside else "row of gradients" if arguments.gradients else "scored row"
         reason = reason or f"no {kind} under test has {arguments.rows!r} in its name"
         print(f"parity_run: {reason}", file=sys.stderr)
         return 2
@@ -129,16 +129,12 @@ def main(argv: list[str] | None = None) -> int:
     missing = sorted(set(rows) - set(tally.rows))
     if arguments.report:
         print(f"report: {write(arguments, tally, seconds, missing)}")
-    if status := tally.conclude(seconds):
-        return status
-    if missing or tally.problems < arguments.wanted:
+    status = tally.conclude(seconds)
+    if not status and (missing or tally.problems < arguments.wanted):
         told = f"{tally.problems} of {arguments.wanted} problems ran; rows without one: {missing or 'none'}"
         print(f"parity_run: the run is not whole: {told}", file=sys.stderr)
         return 1
-    return 0
-
-
-# ---- drawing -----------------------------------------------------------------------------------------------
+    return status
 
 
 def rows_named(expression: str, gradients: bool) -> list[Any]:
@@ -148,13 +144,14 @@ def rows_named(expression: str, gradients: bool) -> list[Any]:
 
 def run(arguments: argparse.Namespace) -> Tally:
     """The whole run, by one process or several."""
-    processes = arguments.processes
     end = math.inf if arguments.seconds is None else time.time() + arguments.seconds
-    shares = (len(range(number, arguments.problems, processes)) for number in range(processes))
-    jobs = [(arguments, share, arguments.seed + number * STRIDE, end) for number, share in enumerate(shares)]
-    total = Tally()
-    if processes == 1:
+    jobs = []
+    for number in range(arguments.processes):
+        share = len(range(number, arguments.problems, arguments.processes))
+        jobs.append((arguments, share, arguments.seed + number * STRIDE, end))
+    if len(jobs) == 1:
         return draw(jobs[0])
+    total = Tally()
     with multiprocessing.get_context("spawn").Pool(len(jobs), torch.set_num_threads, (1,)) as pool:
         for tally in pool.imap_unordered(draw, jobs):
             total.add(tally)
@@ -186,16 +183,10 @@ def check_drawn(rows: Sequence[Any], count: int, seed: int, longest: int, tally:
 def run_drawn(
     strategy: st.SearchStrategy[Any], run: Callable[[Any], None], count: int, seed: int, tally: Tally, end: float
 ) -> None:
-    settings = hypothesis.settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    own = {"deadline": None, "database": None, "suppress_health_check": list(hypothesis.HealthCheck)}
 
     @hypothesis.seed(seed)
-    @settings
+    @hypothesis.settings(max_examples=count, phases=[hypothesis.Phase.generate], **own)
     @hypothesis.given(strategy)
     def agrees(drawn: Any) -> None:
         if tally.failure or time.time() >= end:
@@ -234,8 +225,7 @@ def check_beside(expression: str, count: int, seed: int, tally: Tally, end: floa
     with mock.patch.object(test_parity_helpers, "DEVICE", gpu.device()):
         for op, (strategy, check) in ops_beside().items():
             if re.search(expression, op) and not tally.failure:
-                line = f"python tools/parity_run.py --beside --rows '^{op}$' --problems {count} --seed {seed}"
-                line, own = f"{line} --processes 1", Tally()
+                own, line = Tally(), f"{BESIDE} --rows '^{op}$' --problems {count} --seed {seed} --processes 1"
                 run_drawn(strategy, partial(judge_op, op, check, own, seed, line), count, seed, own, end)
                 tally.add(own)
     torch.use_deterministic_algorithms(deterministic)
@@ -295,32 +285,23 @@ def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
 def repeat(name: str, text: str) -> int:
     """The one problem of a line that a run printed."""
     fields = {key: tuple(x) if isinstance(x, list) else x for key, x in json.loads(text).items()}
-    tally = Tally()
+    tally, seed = Tally(), int(os.environ.get("CUTLASS_FMHA_SIMULATOR_SEED", "0"))
     rows = {row.name: row for row in (*_C.rows(), *gpu.scored_rows(), *gpu.backward_rows())}
-    if (row := rows.get(name)) is not None:
-        judge(row, problems.Problem(**fields), tally, int(os.environ.get("CUTLASS_FMHA_SIMULATOR_SEED", "0")))
+    if name in rows:
+        judge(rows[name], problems.Problem(**fields), tally, seed)
     if not tally.failure:
         print(f"agrees on {len(tally.rows)} rows, worst ratio {tally.worst:.3f}")
     return 0 if tally.rows and not tally.failure else 1
 
 
-# ---- the report --------------------------------------------------------------------------------------------
-
-
-def environment() -> dict[str, object]:
-    """The machine and the versions."""
-    arch = gpu.rows_arch()
-    assert arch is not None
-    if not gpu.simulated():
-        return parity_report.environment(arch, gpu.mode(), source_hash())
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    build = {str(key): str(value) for key, value in _C.build_info().items()}
-    said = {"date": now, "gpu": "simulator", "mode": "simulated", "arch": arch}
-    return {**said, "source_hash": source_hash(), "build": build}
-
-
 def write(arguments: argparse.Namespace, tally: Tally, seconds: float, missing: list[str]) -> Path:
-    """Writes the report; returns its path."""
+    """Writes the report, with the machine and the versions; returns its path."""
+    if gpu.simulated():
+        build = {key: str(value) for key, value in _C.build_info().items()}
+        machine = {"gpu": "simulator", "mode": "simulated", "arch": gpu.rows_arch(), "build": build}
+        machine["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    else:
+        machine = parity_report.environment(gpu.rows_arch(), gpu.mode(), source_hash())
     content = {
         "kind": KIND,
         **{x: vars(arguments)[x] for x in ("gradients", "beside", "wanted", "seed", "processes", "longest")},
@@ -331,7 +312,7 @@ def write(arguments: argparse.Namespace, tally: Tally, seconds: float, missing: 
         "features": dict(tally.features.most_common()),
         "rows": dict(sorted(tally.rows.items())),
         "ratios": {row: round(ratio, 4) for row, ratio in sorted(tally.ratios.items())},
-        **environment(),
+        "source_hash": source_hash(), **machine,
     }  # fmt: skip
     kind = "-beside" if arguments.beside else "-gradients" if arguments.gradients else ""
     return parity_report.write(arguments.report, content, f"{kind}-{arguments.seed}")

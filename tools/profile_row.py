@@ -25,7 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from resources import REGISTERS_PER_SM, REPORT, SHARED_PER_SM, SHARED_PER_SM_90
+from cubin import RESERVED_SHARED
+from resources import REGISTERS_PER_SM, REPORT, SHARED_PER_SM, SHARED_PER_SM_90, WARPS_PER_SM
 
 from cutlass_fmha.bench.cases import Case, select_cases
 from cutlass_fmha.cli import output
@@ -75,7 +76,6 @@ CLOCKS = {MUFU: 8.0, SHARED: 16.0}
 #: Of mma.sync m16n8k16 with fp32 accumulation: datasheets (docs/emulation.md); measured on an H200.
 MMA_CLOCKS = {89: 16.0, 90: 6.5, 120: 16.0}
 MMA_CLOCKS_GEFORCE = 32.0
-WARPS_PER_SM = {89: 48, 90: 64, 120: 48}
 
 
 def mma_clocks(arch: int, gpu: str) -> float:
@@ -86,12 +86,9 @@ class NcuError(RuntimeError):
     """Nsight Compute is missing, may not read the counters, or said nothing; the message says which."""
 
 
-# ---- what ncu says -----------------------------------------------------------------------------------------
-
-
 Profile = tuple[str, dict[str, "float | None"]]
 """A kernel and its launch's metrics; one that this GPU or this ncu doesn't have is None. Microseconds and bytes."""
-
+_UNKNOWN = re.compile(r"Failed to find metric (?:regex:\^)?([\w.\\]+)")
 #: Unit of a column -> what its values are multiplied by.
 _UNITS = {"ns": 1e-3, "nsecond": 1e-3, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
 _UNITS |= {f"{prefix}byte/block": factor for prefix, factor in (("K", 1e3), ("M", 1e6))}
@@ -103,12 +100,8 @@ def parse(text: str) -> list[Profile]:
     names, units, *rows = csv.reader(lines) if len(lines) > 2 else ([], [])
     if "Kernel Name" not in names:
         raise NcuError("no kernel in it: is it the output of ncu --csv --page raw?")
-    found = []
-    for row in rows:
-        cells = {n: (cell, unit) for n, cell, unit in zip(names, row, units, strict=True)}
-        values = {name: _number(*cells[name]) if name in cells else None for name in METRICS}
-        found.append((cells["Kernel Name"][0], values))
-    return found
+    launches = [dict(zip(names, zip(row, units, strict=True), strict=True)) for row in rows]
+    return [(x["Kernel Name"][0], {name: _number(*x.get(name, ("", ""))) for name in METRICS}) for x in launches]
 
 
 def _number(cell: str, unit: str) -> float | None:
@@ -116,9 +109,6 @@ def _number(cell: str, unit: str) -> float | None:
         return float(cell.replace(",", "")) * _UNITS.get(unit, 1.0)
     except ValueError:  # n/a, or nothing
         return None
-
-
-_UNKNOWN = re.compile(r"Failed to find metric (?:regex:\^)?([\w.\\]+)")
 
 
 def run_ncu(ncu: str, command: list[str]) -> list[Profile]:
@@ -146,9 +136,6 @@ def run_ncu(ncu: str, command: list[str]) -> list[Profile]:
     return parse(said)
 
 
-# ---- what the machine code lets expect ---------------------------------------------------------------------
-
-
 def expected(row: str, gpu: str) -> dict[str, float]:
     """By the names of FIGURES, from the committed counts of tools/sass.py; empty for what is no row.
 
@@ -161,12 +148,11 @@ def expected(row: str, gpu: str) -> dict[str, float]:
         return {}
     arch, config = entry["arch"], entry["config"]
     registers = -(-entry["registers"] // 8) * 8 * config["threads"]
-    shared = config["smem_bytes"] + entry["shared"]
-    per_sm = SHARED_PER_SM_90 if arch == 90 else SHARED_PER_SM
-    warps = WARPS_PER_SM[arch]
-    blocks = min(REGISTERS_PER_SM // registers, per_sm // (shared + 1024), warps // config["warps"])
-    found = {REGISTERS: entry["registers"], DYNAMIC: config["smem_bytes"]}
-    found[POSSIBLE_WARPS] = 100.0 * blocks * config["warps"] / warps
+    shared = config["smem_bytes"] + entry["shared"] + RESERVED_SHARED
+    shared_per_sm, warps = (SHARED_PER_SM_90, 64) if arch == 90 else (SHARED_PER_SM, WARPS_PER_SM)
+    blocks = min(REGISTERS_PER_SM // registers, shared_per_sm // shared, warps // config["warps"])
+    possible = 100.0 * blocks * config["warps"] / warps
+    found = {REGISTERS: entry["registers"], DYNAMIC: config["smem_bytes"], POSSIBLE_WARPS: possible}
     if loop := entry.get("loop"):
         clocks = {
             TENSOR: mma_clocks(arch, gpu) * loop.get("mma", 0),
@@ -178,18 +164,15 @@ def expected(row: str, gpu: str) -> dict[str, float]:
     return found
 
 
-# ---- on the GPU --------------------------------------------------------------------------------------------
-
-
-def launch_once(case: Case, row: str | None, device: int) -> None:
+def launch_once(case: Case, row: str | None) -> None:
     """In the process under ncu: warm up, then one call between the marks that it listens to."""
     import torch
 
     from cutlass_fmha.bench import lineup, runner
 
-    runner.require_gpu(device)
-    with torch.cuda.device(device), torch.inference_mode():
-        inputs, feature, _ = runner.problem(case, device)
+    runner.require_gpu(0)
+    with torch.inference_mode():
+        inputs, feature, _ = runner.problem(case, 0)
         contender = lineup.line_up(case, inputs, [], row, feature)[lineup.OURS]
         for _ in range(3):
             contender.call(0)
@@ -200,23 +183,20 @@ def launch_once(case: Case, row: str | None, device: int) -> None:
         torch.cuda.profiler.stop()
 
 
-def measure(case: Case, row: str | None, device: int) -> dict[str, Any]:
+def measure(case: Case, row: str | None) -> dict[str, Any]:
     """What the benchmark has: the machine, p50, p90, rates, error and the row."""
     import torch
 
     from cutlass_fmha.bench import lineup, machine, runner
 
-    runner.require_gpu(device)
-    with torch.cuda.device(device), torch.inference_mode():
-        results: Any = runner.measure_case(case, [], row, runner.BUDGET_S, device)["results"]
+    runner.require_gpu(0)
+    with torch.inference_mode():
+        ours: Any = runner.measure_case(case, [], row, runner.BUDGET_S, 0)["results"][lineup.OURS]
     torch.cuda.empty_cache()  # the process under ncu has the same tensors
-    if results[lineup.OURS]["status"] != "ok":
-        raise NcuError(f"nothing runs it: {results[lineup.OURS]['reason']}")
-    described = machine.describe(device)
-    return {"machine": described, "gpu": described["gpu"], "case": case.name, **results[lineup.OURS]}
-
-
-# ---- tables ------------------------------------------------------------------------------------------------
+    if ours["status"] != "ok":
+        raise NcuError(f"nothing runs it: {ours['reason']}")
+    described = machine.describe(0)
+    return {"machine": described, "gpu": described["gpu"], "case": case.name, **ours}
 
 
 def content(profile: Profile, gpu: str) -> dict[str, Any]:
@@ -260,8 +240,8 @@ def problem(options: argparse.Namespace) -> Case:
             raise ValueError(f"{options.case} is a group of {len(cases)} cases: name one, as bench --list does")
         return cases[0]
     batch, seqlen, heads, head_dim = options.shape
-    sizes = (batch, heads, options.kv_heads or heads, seqlen, options.seqlen_k or seqlen, head_dim)
-    return Case("profile", *sizes, options.dtype, options.causal)
+    sizes = (batch, heads, options.kv_heads or heads, seqlen, seqlen, head_dim)
+    return Case("profile", *sizes, "bfloat16", options.causal)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -269,15 +249,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("case", nargs="?", help="a case of the benchmark")
-    add("--shape", type=output.sizes, metavar="B,S,H,D", help="batch, seqlen, num_heads, head_dim")
+    add("--shape", type=output.sizes, metavar="B,S,H,D", help="batch, seqlen, num_heads, head_dim; of bfloat16")
     add("--csv", type=Path, metavar="FILE", help="a recorded `ncu --csv --page raw`: run nothing")
     add = parser.add_argument
-    add("--seqlen-k", type=int, metavar="S", help="number of keys (default: seqlen)")
     add("--kv-heads", type=int, metavar="H", help="heads of key and value (default: num_heads)")
-    add("--dtype", default="bfloat16", choices=("float16", "bfloat16", "float32"))
     add("--causal", action="store_true", help="a causal mask, bottom-right")
     add("--row", metavar="NAME", help="force one row of _C.rows() instead of selecting")
-    add("--device", type=int, default=0, metavar="N", help="CUDA device number; default: 0")
     add("--ncu", metavar="PATH", help="Nsight Compute's program; default: ncu on PATH")
     add("--once", action="store_true", help=argparse.SUPPRESS)
     output.add_json(parser)
@@ -286,15 +263,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.csv is not None:
             profiles = parse(options.csv.read_text(encoding="utf-8"))
+        elif options.once:
+            launch_once(problem(options), options.row)
+            return 0
         else:
             case = problem(options)
-            if options.once:
-                launch_once(case, options.row, options.device)
-                return 0
-            ncu = options.ncu or shutil.which("ncu")
-            if ncu is None:
+            if (ncu := options.ncu or shutil.which("ncu")) is None:
                 raise NcuError("ncu is not on PATH: install Nsight Compute, or name it with --ncu")
-            timed = measure(case, options.row, options.device)
+            timed = measure(case, options.row)
             profiles = run_ncu(ncu, [sys.executable, str(Path(__file__).resolve()), *given, "--once"])
     except ValueError as error:
         parser.error(str(error))

@@ -41,31 +41,18 @@ build() {
 build_ptx() { build "ptx$1" -C cmake.define.CMAKE_CUDA_ARCHITECTURES="$1" -C cmake.define.CUTLASS_FMHA_PTX_AHEAD=90; }
 build_proxy() { build proxy -C cmake.define.CUTLASS_FMHA_SM120_PROXY=90 -C cmake.define.CMAKE_CUDA_ARCHITECTURES=120; }
 
-# with NAME COMMAND...: runs it with that package; away from the sources, which would be imported in its place
-with() {
-  local name=$1
-  shift
-  (cd tests && PYTHONSAFEPATH=1 PYTHONPATH=$out/$name "$@")
-}
+# with NAME ARGUMENT...: Python with that package; away from the sources, which would be imported in its place
+with() { (cd tests && PYTHONSAFEPATH=1 PYTHONPATH=$out/$1 "$python" "${@:2}"); }
 
-# gate NAME OPTION...: the GPU tests, in several processes where pytest-xdist is installed
-gate() {
-  local name=$1 workers=
-  shift
+# parity NAME: the GPU tests, in several processes where pytest-xdist is installed
+parity() {
+  local workers=
   "$python" -c 'import xdist' 2> /dev/null && workers="-n ${PARITY_WORKERS:-4} --dist worksteal"
-  with "$name" "$python" -m pytest -q -m gpu $workers "$@" .
-}
-parity() { gate "$1" --parity-report "$results/parity"; }
-
-# sanitize NAME TOOL OPTION...: in one process, which on one GPU is faster than several
-sanitize() {
-  local name=$1 tool=$2
-  shift 2
-  with "$name" "$python" ../tools/sanitize.py --tool "$tool" "$@"
+  with "$1" -m pytest -q -m gpu $workers --parity-report "$results/parity" .
 }
 mixed() {
-  with "$1" "$python" ../tools/parity_run.py --problems "$2" --seed 1 --report "$results/mixed" \
-    && with "$1" "$python" ../tools/parity_run.py --beside --problems 2000 --seed 1 --report "$results/mixed"
+  local drawn=(../tools/parity_run.py --seed 1 --report "$results/mixed")
+  with "$1" "${drawn[@]}" --problems "$2" && with "$1" "${drawn[@]}" --beside --problems 2000
 }
 
 run() {
@@ -76,26 +63,27 @@ run() {
     parity80) build_ptx 80 && CUTLASS_FMHA_FORCE_ARCH=89 parity ptx80 ;;
     candidates)
       build candidates -C cmake.define.CUTLASS_FMHA_MANIFEST=src/candidates.cmake \
-        && CUTLASS_FMHA_FORCE_ARCH=89 with candidates "$python" -m pytest -q -m gpu test_parity_features.py test_parity_runtime.py
+        && CUTLASS_FMHA_FORCE_ARCH=89 with candidates -m pytest -q -m gpu test_parity_features.py test_parity_runtime.py
       ;;
-    sanitize) build native && sanitize native all ;;
+    # in one process, which on one GPU is faster than several
+    sanitize) build native && with native ../tools/sanitize.py --tool all ;;
     mixed)
       build native && mixed native 20000 && CUTLASS_FMHA_FORCE_ARCH=89 mixed native 5000 \
         && build_proxy && CUTLASS_FMHA_FORCE_ARCH=120 mixed proxy 5000
       ;;
     bench)
-      build native && with native "$python" -m cutlass_fmha bench --json "$results/bench.json" \
+      build native && with native -m cutlass_fmha bench --json "$results/bench.json" \
         --markdown "$results/bench.md" --plot "$results/bench.png"
       ;;
-    calibrate) build native && with native "$python" -m cutlass_fmha calibrate --output "$results/costs.json" ;;
+    calibrate) build native && with native -m cutlass_fmha calibrate --output "$results/costs.json" ;;
     holdout)
       local costs=$results/costs.json
       [ -f "$costs" ] && export CUTLASS_FMHA_CALIBRATION=$costs
-      build native && with native "$python" ../tools/holdout.py --problems 240 --seed 1 \
+      build native && with native ../tools/holdout.py --problems 240 --seed 1 \
         --output "$results/holdout.json" --markdown "$results/holdout.md"
       ;;
-    demo) build native && with native "$python" -m cutlass_fmha demo > "$results/demo.md" ;;
-    examples) build native && with native "$python" ../examples/sdpa.py && with native "$python" ../examples/train_gpt.py ;;
+    demo) build native && with native -m cutlass_fmha demo > "$results/demo.md" ;;
+    examples) build native && with native ../examples/sdpa.py && with native ../examples/train_gpt.py ;;
     *) echo "tools/prove.sh: there is no step $1" >&2; return 2 ;;
   esac
 }

@@ -27,18 +27,15 @@ from source_hash import SOURCES, source_hash
 REPORTS = SOURCES.parent / "benchmarks" / "results" / "parity"
 KIND = "cutlass_fmha parity report"
 
-#: Architecture of the rows -> ways to run them that count, and how to make such a report.
+#: Architecture of the rows -> ways to run them that count, and how to make such a report without such a GPU.
 REQUIRED: dict[int, tuple[tuple[str, ...], str]] = {
-    90: (("native",), "make parity on an sm_90 GPU"),
-    89: (("native", "ptx"), "make parity on an sm_89 GPU, or CUTLASS_FMHA_FORCE_ARCH=89 make parity on a newer one"),
+    90: (("native",), ""),
+    89: (("native", "ptx"), ", or CUTLASS_FMHA_FORCE_ARCH=89 make parity on a newer one"),
     120: (
         ("native", "proxy"),
-        "make parity on an sm_120 GPU, or CUTLASS_FMHA_FORCE_ARCH=120 make parity with a build of "
-        "CUTLASS_FMHA_SM120_PROXY=90 on an sm_90 one",
+        ", or CUTLASS_FMHA_FORCE_ARCH=120 make parity with a build of CUTLASS_FMHA_SM120_PROXY=90 on an sm_90 one",
     ),
 }
-
-
 #: What a release depends on in a report.
 NEEDED = ("date", "arch", "mode", "passed", "source_hash", "rows", "rows_expected")
 
@@ -58,7 +55,8 @@ def read(path: Path) -> dict[str, Any]:
 def complaints(reports: Sequence[dict[str, Any]], current: str) -> list[str]:
     """Why these reports do not prove sources with the hash ``current``; empty when they do."""
     found = []
-    for arch, (modes, how) in REQUIRED.items():
+    for arch, (modes, otherwise) in REQUIRED.items():
+        how = f"make parity on an sm_{arch} GPU{otherwise}"
         of_arch = [report for report in reports if report["arch"] == arch and report["mode"] in modes]
         if not of_arch:
             found.append(f"the sm_{arch} rows have no parity report ({' or '.join(modes)}): {how}")
@@ -78,13 +76,12 @@ def complaints(reports: Sequence[dict[str, Any]], current: str) -> list[str]:
 
 def machine_code_complaints(report: dict[str, Any], current: str) -> list[str]:
     """The same of tools/resources.py's report."""
-    found = resources.report_complaints(report)
+    found, file, of = resources.report_complaints(report), resources.REPORT.name, report["source_hash"]
     recorded = {name for name, row in report["rows"].items() if "warps" in row["config"]}
     if recorded ^ resources.manifest_rows().keys():
-        found.append(f"{resources.REPORT.name} is not of the manifest's rows: {resources.UPDATE}")
-    if report["source_hash"] != current:
-        hashes = f"hash {report['source_hash'][:12]}, src/ has {current[:12]}"
-        found.append(f"{resources.REPORT.name} is of other sources ({hashes}): {resources.UPDATE}")
+        found.append(f"{file} is not of the manifest's rows: {resources.UPDATE}")
+    if of != current:
+        found.append(f"{file} is of other sources (hash {of[:12]}, src/ has {current[:12]}): {resources.UPDATE}")
     return found
 
 
@@ -94,18 +91,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sources", type=Path, default=SOURCES, help="whose hash the reports must carry")
     parser.add_argument("--resources", type=Path, default=resources.REPORT, help="that of tools/resources.py")
     options = parser.parse_args(arguments)
-    try:
-        reports = [read(path) for path in sorted(options.reports.glob("*.json"))]
-        machine_code = resources.read_report(options.resources)
-    except resources.ReportError as error:
-        print(f"release-check: {error}")
-        return 1
     current = source_hash(options.sources)
-    found = complaints(reports, current) + machine_code_complaints(machine_code, current)
-    for sentence in found:
+    try:
+        found = complaints([read(path) for path in sorted(options.reports.glob("*.json"))], current)
+        found += machine_code_complaints(resources.read_report(options.resources), current)
+    except resources.ReportError as error:
+        found = [str(error)]
+    for sentence in found or [f"the reports prove the present sources ({current[:12]})"]:
         print(f"release-check: {sentence}")
-    if not found:
-        print(f"release-check: the reports prove the present sources ({current[:12]})")
     return 1 if found else 0
 
 

@@ -12,6 +12,8 @@ small_problems.py; CUTLASS_FMHA_FORCE_ARCH picks the kernels as it does elsewher
 from __future__ import annotations
 
 import argparse
+import collections
+import itertools
 import math
 import os
 import re
@@ -42,11 +44,8 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)"
 
 def take(names: Iterable[str], parts: Sequence[str], without: Sequence[str]) -> list[str]:
     """The names with one of ``parts`` (any, where there are none) and none of ``without`` in them."""
-    return [
-        name
-        for name in names
-        if (not parts or any(part in name for part in parts)) and not any(part in name for part in without)
-    ]
+    left = [name for name in names if not any(part in name for part in without)]
+    return [name for name in left if any(part in name for part in parts)] if parts else left
 
 
 def check_kernels(parts: Sequence[str], without: Sequence[str], seconds: float = math.inf) -> int:
@@ -55,23 +54,22 @@ def check_kernels(parts: Sequence[str], without: Sequence[str], seconds: float =
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     from small_problems import kernels
 
-    found = kernels()
-    end = time.monotonic() + seconds
-    running = {name: found[name]() for name in take(found, parts, without)}
-    ran, whole = dict.fromkeys(running, 0), set()
-    while len(whole) < len(running) and time.monotonic() < end:
-        for name, problems in running.items():
-            if name not in whole and time.monotonic() < end:
-                print(name, flush=True)
-                if next(problems, whole) is whole:
-                    whole.add(name)
-                else:
-                    ran[name] += 1
-    missed = [name for name, count in ran.items() if not count and name not in whole]
-    reached = f"{len(ran) - len(missed)} of {len(ran)} kernels"
-    print(f"{reached}, {len(whole)} with all of their problems: {sum(ran.values())}")
-    print(*(f"not reached: {name}" for name in missed), sep="\n", end="\n" * bool(missed), flush=True)
-    return CUT if missed else int(not ran)
+    found, ran, end = kernels(), 0, time.monotonic() + seconds
+    names = take(found, parts, without)
+    waiting = collections.deque((name, found[name]()) for name in names)
+    missed = set(names)
+    while waiting and time.monotonic() < end:
+        name, problems = waiting.popleft()
+        print(name, flush=True)
+        missed.discard(name)
+        for _ in itertools.islice(problems, 1):
+            ran += 1
+            waiting.append((name, problems))
+    whole = f"{len(names) - len(waiting)} with all of their problems: {ran}"
+    print(f"{len(names) - len(missed)} of {len(names)} kernels, {whole}", flush=True)
+    for name in sorted(missed):
+        print(f"not reached: {name}", flush=True)
+    return CUT if missed else int(not names)
 
 
 def verdict(tool: str, status: int, output: str) -> str | None:
@@ -100,15 +98,13 @@ def run_tool(tool: str, parts: Sequence[str], seconds: float) -> str | None:
     # An allocation of its own for every tensor: inside the allocator's pool an access beyond one end would
     # hit another.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    output = []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    output = ""
+    with subprocess.Popen(command, env=environment, **streams) as process:
         for line in process.stdout:
-            output.append(line)
+            output += line
             print(line, end="", flush=True)
-    return verdict(tool, process.returncode, "".join(output))
+    return verdict(tool, process.returncode, output)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -121,12 +117,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.tool is None:
         return check_kernels(options.rows, options.without, options.seconds)
-    clean = True
+    problems = []
     for tool in TOOLS if options.tool == "all" else (options.tool,):
-        problem = run_tool(tool, options.rows, options.seconds)
-        print(f"sanitize: {problem or f'{tool} found nothing'}", flush=True)
-        clean &= problem is None
-    return 0 if clean else 1
+        problems.append(run_tool(tool, options.rows, options.seconds))
+        print(f"sanitize: {problems[-1] or f'{tool} found nothing'}", flush=True)
+    return 1 if any(problems) else 0
 
 
 if __name__ == "__main__":

@@ -55,9 +55,6 @@ def kernels() -> dict[str, Callable[[], Problems]]:
     return found
 
 
-# ---- attention ---------------------------------------------------------------------------------------------
-
-
 def plain(row: Any) -> list[Problem]:
     """More than one tile of queries and four of keys, both ragged: every buffer is used again, every mask is
     met, and with keys that grow the softmax must rescale."""
@@ -151,9 +148,6 @@ def _gradients_of(dtype: torch.dtype) -> Problems:
     yield from gradients(next(row for row in rows if getattr(torch, row.dtype) == dtype))
 
 
-# ---- the kernels beside it ---------------------------------------------------------------------------------
-
-
 def combine(dtype: torch.dtype) -> Problems:
     for dim in (64, 50):
         problem = Problem(3, 300, num_heads=4, num_splits=3, head_dim=dim, head_dim_v=dim, used_k=True)
@@ -162,9 +156,8 @@ def combine(dtype: torch.dtype) -> Problems:
 
 def merge_tail(dtype: torch.dtype) -> Problems:
     """By rows that divide the keys of their last tiles."""
-    rows = [row for row in gpu.rows() if row.family == "plain" and row.copy == "tma"]
-    own = [row for row in rows if gpu.torch_dtype(row) == dtype]
-    for row in own[:1]:
+    rows = [row for row in gpu.rows() if row.family == "plain" and row.copy == "tma" and gpu.torch_dtype(row) == dtype]
+    for row in rows[:1]:
         problem = Problem(row.tile_m + 9, 4 * row.tile_n + 5, batch=1, num_heads=2, num_heads_kv=1)
         launch = Launch.of(row, problem, gpu.device())
         launch.run(tail=Tail(3, 3, 2, 2))
@@ -178,8 +171,7 @@ def merge_tail(dtype: torch.dtype) -> Problems:
 def merge(dtype: torch.dtype) -> Problems:
     for dim in (64, 50):
         states = [(_randn(2, 5, 3, dim, dtype=dtype, seed=n), _randn(2, 3, 5, seed=n + 2)) for n in (0, 1)]
-        given = [x for state in states for x in state]
-        yield _agree(merge_states(*map(_there, given)), merge_states(*given))
+        yield _agree(merge_states, *itertools.chain(*states))
 
 
 def turns(dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
@@ -188,59 +180,42 @@ def turns(dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(dtype: torch.dtype) -> Problems:
-    for head_dim, dim in ((64, 64), (50, 22)):
-        for interleaved in (False, True):
-            x = _randn(3, 5, 4, head_dim, dtype=dtype)
-            given = (x, *turns(dtype, dim), torch.tensor([0, 31, 7], dtype=torch.int32))
-            found = rotary(*map(_there, given), interleaved=interleaved)
-            yield _agree((found,), (rotary(*given, interleaved=interleaved),))
+    for (head_dim, dim), interleaved in itertools.product(((64, 64), (50, 22)), (False, True)):
+        x, offsets = _randn(3, 5, 4, head_dim, dtype=dtype), torch.tensor([0, 31, 7], dtype=torch.int32)
+        yield _agree(rotary, x, *turns(dtype, dim), offsets, interleaved=interleaved)
 
 
 def append(dtype: torch.dtype) -> Problems:
     """By the kernel of its own, and by the one that norms as well."""
-    op = torch.ops.cutlass_fmha.append_kv_
+
+    def both(q: Tensor, k: Tensor, v: Tensor, used: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, rows: Any):
+        caches = [k.new_zeros(9, 16, *k.shape[-2:]) for _ in range(4)]
+        said = {"query": q, "rotary_cos": cos, "rotary_sin": sin, "page_table": pages, "cu_seqlens_q": rows}
+        found = torch.ops.cutlass_fmha.append_kv_(*caches[:2], k, v, used, **said)
+        said = {"k_cache": caches[2], "v_cache": caches[3], "cos": cos, "sin": sin, "cu_seqlens": rows}
+        turned = qk_norm_rope(q, k, v, **said, cache_seqlens=used, page_table=pages)
+        return (*caches, *found, *turned)
+
     for (head_dim, dim), packed in itertools.product(((64, 64), (50, 22)), (False, True)):
         key, value = (_randn(3, 5, 2, head_dim, dtype=dtype, seed=seed) for seed in (4, 5))
         query = _randn(3, 5, 4, head_dim, dtype=dtype, seed=6)
-        lengths = torch.tensor([0, 6, 19], dtype=torch.int32)
-        table = torch.randperm(9, generator=torch.Generator().manual_seed(3)).to(torch.int32).view(3, 3)
-        cos, sin = turns(dtype, dim)
-        begins = torch.tensor([0, 9, 9, 15], dtype=torch.int32) if packed else None
         if packed:
             key, value, query = (x.flatten(0, 1) for x in (key, value, query))
-        results = []
-        for where in (_there, lambda x: x):
-            caches = [where(torch.zeros(9, 16, 2, head_dim, dtype=dtype)) for _ in range(4)]
-            q, k, v, used, pages, c, s, rows = map(where, (query, key, value, lengths, table, cos, sin, begins))
-            said = {"query": q, "rotary_cos": c, "rotary_sin": s, "page_table": pages, "cu_seqlens_q": rows}
-            found = op(*caches[:2], k, v, used, **said)
-            said = {"k_cache": caches[2], "v_cache": caches[3], "cos": c, "sin": s, "cu_seqlens": rows}
-            turned = qk_norm_rope(q, k, v, **said, cache_seqlens=used, page_table=pages)
-            results.append((*caches, *found, *turned))
-        yield _agree(*results)
+        lengths = torch.tensor([0, 6, 19], dtype=torch.int32)
+        table = torch.randperm(9, generator=torch.Generator().manual_seed(3)).to(torch.int32).view(3, 3)
+        begins = torch.tensor([0, 9, 9, 15], dtype=torch.int32) if packed else None
+        yield _agree(both, query, key, value, lengths, *turns(dtype, dim), table, begins)
 
 
 def norm(dtype: torch.dtype) -> Problems:
     for dim in (64, 50, 16384 + 8):
         given = _randn(9, dim, dtype=dtype), _randn(dim, dtype=dtype), _randn(9, dim, dtype=dtype, seed=1)
-        yield _differentiate(lambda x, weight, residual: rms_norm(x, weight, residual=residual), given)
+        yield _agree(_differentiated(lambda x, weight, residual: rms_norm(x, weight, residual=residual)), *given)
 
 
 def units(dtype: torch.dtype) -> Problems:
     for dim, unit in itertools.product((64, 50), (silu_and_mul, gelu_and_mul)):
-        yield _differentiate(unit, (_randn(9, 2 * dim, dtype=dtype),))
-
-
-def _differentiate(call: Callable[..., Any], given: tuple[Tensor, ...]) -> None:
-    """Results and gradients, on the device and on the CPU."""
-    results = []
-    for where in (_there, lambda x: x):
-        inputs = [where(x).detach().requires_grad_() for x in given]
-        found = call(*inputs)
-        found = found if isinstance(found, tuple) else (found,)
-        gradients = torch.autograd.grad(found, inputs, [torch.ones_like(x) for x in found])
-        results.append((*(x.detach() for x in found), *gradients))
-    _agree(*results)
+        yield _agree(_differentiated(unit), _randn(9, 2 * dim, dtype=dtype))
 
 
 def rope(dtype: torch.dtype) -> Problems:
@@ -253,23 +228,18 @@ def norm_and_turn(dtype: torch.dtype) -> Problems:
     for head_dim, dim in ((64, 64), (50, 22)):
         q, k = (_randn(3, 5, heads, head_dim, dtype=dtype, seed=heads) for heads in (4, 2))
         weights = [_randn(head_dim, dtype=dtype, seed=seed) for seed in (7, 8)]
-        results = []
-        for where in (_there, lambda x: x):
-            given = [where(x).requires_grad_() for x in (q, k, *weights)]
-            cos, sin = map(where, turns(dtype, dim))
-            found = qk_norm_rope(given[0], given[1], None, *given[2:], cos=cos, sin=sin)
-            turned = rotary_qk(*(x.detach() for x in given[:2]), cos, sin)
-            results.append((*turned, *found, *torch.autograd.grad(sum(x.sum() for x in found), given)))
-        yield _agree(*([x.detach() for x in result] for result in results))
+        cos, sin = turns(dtype, dim)
+        _agree(rotary_qk, q, k, cos, sin)
+        normed = _differentiated(lambda q, k, *weights, **said: qk_norm_rope(q, k, None, *weights, **said))
+        yield _agree(normed, q, k, *weights, cos=cos, sin=sin)
 
 
 HELPERS: dict[str, Callable[[torch.dtype], Problems]] = {
     "combine": combine, "merge_tail": merge_tail, "merge": merge, "append": append, "rotary": rotate,
-    "rope": rope, "rope_backward": norm_and_turn, "rope_weights": norm_and_turn,
-    "backward_before": _gradients_of, "backward_after": _gradients_of,
-    "backward_lists": _gradients_of,
-    "rms_norm": norm, "gated": units, "gated_backward": units,
-    **{f"rms_norm_{name}": norm for name in ("backward", "weights")},
+    "rope": rope, **dict.fromkeys(("rope_backward", "rope_weights"), norm_and_turn),
+    **dict.fromkeys(("backward_before", "backward_after", "backward_lists"), _gradients_of),
+    **dict.fromkeys(("rms_norm", "rms_norm_backward", "rms_norm_weights"), norm),
+    **dict.fromkeys(("gated", "gated_backward"), units),
 }  # fmt: skip
 
 
@@ -277,7 +247,24 @@ def _randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+def _differentiated(call: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """What returns the results of ``call`` and the gradients of what it is given by position."""
+
+    def run(*given: Tensor, **said: Any) -> tuple[Tensor, ...]:
+        inputs = [x.detach().requires_grad_() for x in given]
+        found = call(*inputs, **said)
+        found = found if isinstance(found, tuple) else (found,)
+        gradients = torch.autograd.grad(found, inputs, [torch.ones_like(x) for x in found])
+        return (*(x.detach() for x in found), *gradients)
+
+    return run
+
+
+def _agree(call: Callable[..., Any], *given: Any, **said: Any) -> None:
     """Results of a kernel and of the CPU backend are the same, up to a rounding."""
-    for one, other in zip(found, expected, strict=True):
+    results = []
+    for where in (_there, lambda x: x):
+        found = call(*map(where, given), **{name: where(x) for name, x in said.items()})
+        results.append(found if isinstance(found, tuple) else (found,))
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one.cpu(), other)

@@ -30,9 +30,8 @@ def measure(device: str) -> dict[str, Any]:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         two_processes.run(test_training.ONE_OF_TWO[device], Path(folder))
-        both = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in (0, 1)]
-    worst = {name: (max(of_one[name][0] for of_one in both), allowed) for name, (_, allowed) in both[0].items()}
-    settings = {name: {"error": error, "allowed": allowed} for name, (error, allowed) in worst.items()}
+        one, other = (json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in (0, 1))
+    settings = {x: {"error": max(one[x][0], other[x][0]), "allowed": allowed} for x, (_, allowed) in one.items()}
     backend = "gloo" if device == "cpu" else f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     seconds = round(time.perf_counter() - begin, 1)
     return {"processes": 2, "device": device, "backend": backend, "seconds": seconds, "settings": settings}

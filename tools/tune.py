@@ -13,6 +13,7 @@ the leaderboard says what has been tried. docs/tuning.md has the rules.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import sys
@@ -20,22 +21,20 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT / "tools") not in sys.path:  # Python can be told to leave a script's directory out
-    sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from building import BuildError  # noqa: E402
-from cubin import ToolMissingError, find_tool  # noqa: E402
-from source_hash import source_hash  # noqa: E402
-from tuning.build import Builder  # noqa: E402
-from tuning.search import EvaluationError, Leaderboard, Search, Target, judge_in_a_process  # noqa: E402
-from tuning.space import Candidate, propose, registers, shared_bytes  # noqa: E402
+from building import ROOT, BuildError
+from cubin import ToolMissingError, find_tool
+from source_hash import source_hash
+from tuning.build import Builder
+from tuning.search import Leaderboard, Search, Target, judge_in_a_process
+from tuning.space import SMALLEST_SHARED_KIB, Candidate, propose, registers, shared_bytes
 
-from cutlass_fmha import _C  # noqa: E402
-from cutlass_fmha.bench.cases import select_cases  # noqa: E402
-from cutlass_fmha.cli import output  # noqa: E402
-from cutlass_fmha.dispatch import device as devices  # noqa: E402
-from cutlass_fmha.dispatch import table as tables  # noqa: E402
+from cutlass_fmha import _C
+from cutlass_fmha.bench.cases import select_cases
+from cutlass_fmha.cli import output
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import table as tables
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,12 +45,10 @@ def build_parser() -> argparse.ArgumentParser:
     many("--head-dim", type=int, metavar="D", help="only cases of this head dim")
     add("--arch", type=int, choices=devices.ARCHITECTURES, help="whose rows to tune (default: the GPU's)")
     add("--mma-passes", type=int, default=1, metavar="N", help="repeat each mma (3 or 5): an emulated GPU")
-    add("--device", type=int, default=0, metavar="N", help="the CUDA device that runs candidates")
     add = parser.add_argument_group("how to search").add_argument
     add("--seed", type=int, default=0)
-    add("--smem", type=int, default=99, metavar="KIB", help="shared memory of a block (default 99: all GPUs)")
+    add("--smem", type=int, default=SMALLEST_SHARED_KIB, metavar="KIB", help="of a block (default 99: all GPUs)")
     add("--minutes", type=float, default=30.0, metavar="M", help="draw no more after so long (default 30)")
-    add("--round", type=int, metavar="N", help="candidates per problem set that are built together")
     add = parser.add_argument_group("files, and what to do instead of searching").add_argument
     add("--work", type=Path, default=ROOT / "build" / "tune", metavar="DIR", help="default: build/tune")
     add("--leaderboard", type=Path, metavar="FILE", help="default: one of --work for --arch")
@@ -65,10 +62,6 @@ def build_parser() -> argparse.ArgumentParser:
 def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """What is asked for; as ``cases`` the benchmark's that are left to tune for."""
     options = parser.parse_args(arguments)
-    if options.mma_passes < 1 or options.mma_passes % 2 == 0:
-        parser.error("--mma-passes must be odd: 1, 3 or 5")
-    if options.round is not None and options.round < 1:
-        parser.error("--round must be at least 1")
     try:
         cases = select_cases(options.preset or ["dense"])
     except ValueError as error:
@@ -79,16 +72,16 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] | 
     return options
 
 
-def gpu_at_hand(index: int) -> tuple[str, int]:
+def gpu_at_hand() -> tuple[str, int]:
     """(name, architecture of its rows). Raises ValueError where there is none."""
     import torch
 
-    if index >= torch.cuda.device_count():
+    if not torch.cuda.device_count():
         raise ValueError(
-            f"a search needs a GPU, and torch sees {torch.cuda.device_count()} of them, no number {index}: "
+            "a search needs a GPU, and torch sees none: "
             "--dry-run works with --arch, --report and --accept with --leaderboard"
         )
-    device = devices.of_index(index)
+    device = devices.of_index(0)
     own = devices.own_arch(device)
     return device.name, own if own in devices.ARCHITECTURES else 89
 
@@ -114,22 +107,18 @@ def make_targets(options: argparse.Namespace, arch: int) -> list[Target]:
     return targets
 
 
-# ---- the commands ------------------------------------------------------------------------------------------
-
-
 def dry_run(options: argparse.Namespace, arch: int) -> None:
-    found, text = {}, []
+    found: dict[str, list[str]] = {}
     for target in make_targets(options, arch):
-        parents, seed = [(1.0, row) for row in target.incumbents], f"{options.seed} {target.name}"
-        lines = [
-            {"line": c.line(arch), "shared_bytes": shared_bytes(c), "least_registers": registers(c)}
-            for c in propose(target.allows, parents, options.round or 8, seed, arch)
+        parents = [(1.0, row) for row in target.incumbents]
+        drawn = propose(target.allows, parents, 8, f"{options.seed} {target.name}")
+        cases = ", ".join(case.name for case in target.cases)
+        lines = [f"{c.line(arch)}  # {shared_bytes(c)} B shared, {registers(c)}+ registers" for c in drawn]
+        found[target.name] = [
+            f"# {target.name}: {cases}; {len(target.incumbents)} rows of the manifest to beat",
+            *lines,
         ]
-        cases, incumbents = [case.name for case in target.cases], [row.key for row in target.incumbents]
-        found[target.name] = {"cases": cases, "incumbents": incumbents, "lines": lines}
-        text += [f"# {target.name}: {', '.join(cases)}", f"# {len(incumbents)} rows of the manifest to beat"]
-        text += ["{line}  # {shared_bytes} B shared, {least_registers}+ registers".format(**each) for each in lines]
-    output.emit(found, text, options.json)
+    output.emit(found, itertools.chain(*found.values()), options.json)
 
 
 def tune(options: argparse.Namespace, gpu: str, own: int, arch: int, path: Path) -> None:
@@ -151,10 +140,10 @@ def tune(options: argparse.Namespace, gpu: str, own: int, arch: int, path: Path)
     search = Search(
         board,
         targets,
-        Builder(work, arch, options.smem, variables),
-        judge_in_a_process(work, options.device),
+        Builder(work, arch, variables),
+        judge_in_a_process(work),
         seed=options.seed,
-        per_round=options.round or max(4, 2 * (os.cpu_count() or 1)),
+        per_round=max(4, 2 * (os.cpu_count() or 1)),
         limit_s=60.0 * options.minutes,
         say=partial(print, file=sys.stderr, flush=True),
     )
@@ -171,35 +160,28 @@ def accept(board: Leaderboard, json: str | None) -> None:
         raise ValueError(f"{board.path} is about sources {then}, and src/ has {now[:12]}: tune again")
     arch = int(board.about["arch"])
     rows = {Candidate.of(row) for row in plain_rows(arch)}
-    found: dict[str, dict[str, object] | None] = {}
-    text = []
-    for target in board.targets:
-        best = next((entry for entry in board.best(target) if entry.fate == "accepted"), None)
-        if best is None:
-            found[target] = None
-            text.append(f"# {target}: no accepted line")
-            continue
-        beaten = sorted({min(us, key=lambda k: us[k]) for us in best.sightings[-1].incumbents_us.values()})
-        replaced = [row.key for row in sorted(rows) if row.name_columns == best.candidate.name_columns]
-        line = best.candidate.line(arch)
-        found[target] = {"line": line, "reason": best.reason, "beaten": beaten, "replaces": replaced}
-        text.append(f"# {target}: {best.reason}; fastest before: {', '.join(beaten)}")
-        text += [f"# has the name of, and so replaces, on sm_{arch}: {key}" for key in replaced]
-        text.append(line)
-    output.emit(found, text, json)
+    found = {target: [f"# {target}: no accepted line"] for target in board.targets}
+    for target, lines in found.items():
+        for best in board.best(target, "accepted")[:1]:
+            beaten = sorted({min(us, key=lambda k: us[k]) for us in best.sightings[-1].incumbents_us.values()})
+            lines[:] = [f"# {target}: {best.reason}; fastest before: {', '.join(beaten)}"]
+            same_name = (row.key for row in sorted(rows) if row.name_columns == best.candidate.name_columns)
+            lines += [f"# has the name of, and so replaces, on sm_{arch}: {key}" for key in same_name]
+            lines.append(best.candidate.line(arch))
+    output.emit(found, itertools.chain(*found.values()), json)
 
 
 def main(arguments: Sequence[str] | None = None, name: str = "tune") -> int:
     """``name``: whose errors they are."""
     parser = build_parser()
     options = parse_arguments(parser, arguments)
-    search = not (options.dry_run or options.report or options.accept)
+    reads = options.report or options.accept
     try:
-        named = options.leaderboard and (options.report or options.accept)
-        gpu, own = gpu_at_hand(options.device) if search or not (options.arch or named) else ("", 0)
+        without = (reads and options.leaderboard) or ((reads or options.dry_run) and options.arch)
+        gpu, own = ("", 0) if without else gpu_at_hand()
         arch = options.arch or own
         path = options.leaderboard or options.work / f"leaderboard-sm{arch}-passes{options.mma_passes}.json"
-        if options.smem > 99 and arch != 90 and not (options.report or options.accept):
+        if options.smem > SMALLEST_SHARED_KIB and arch != 90:
             parser.error(f"a block has 99 KiB of shared memory on sm_{arch}: --smem {options.smem} is for sm_90")
         if options.report:
             board = Leaderboard.load(path)
@@ -213,7 +195,7 @@ def main(arguments: Sequence[str] | None = None, name: str = "tune") -> int:
     except KeyboardInterrupt:
         print(f"{name}: stopped; the same command goes on from here", file=sys.stderr)
         return 130
-    except (ValueError, BuildError, EvaluationError, ToolMissingError) as error:
+    except (ValueError, BuildError, ToolMissingError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -16,7 +16,7 @@ import resources
 from building import BuildError, Tree, tail
 from cubin import Kernel, read_kernels
 
-from .space import KIB, Candidate
+from .space import Candidate
 
 Wanted = Mapping[Candidate, tuple[str, ...]]
 """Candidates and the dtypes (float16, bfloat16) that each is compiled for."""
@@ -36,35 +36,31 @@ class Built:
 
 def scratch(wanted: Wanted, arch: int) -> str:
     """A manifest whose rows' names, and files, end in their candidate's tag: see cmake/Instances.cmake."""
-    text = "# Written by tools/tune.py for one build. The package's kernels are in src/rows.cmake.\n"
+    text = ""
     for candidate, dtypes in sorted(wanted.items()):
-        suffix = f"_{candidate.tag}"
-        text += f'set(FMHA_NAME_SUFFIX "{suffix}")\nset(FMHA_GROUP_SUFFIX "{suffix}")\n'
+        text += "".join(f'set(FMHA_{what}_SUFFIX "_{candidate.tag}")\n' for what in ("NAME", "GROUP"))
         text += candidate.line(arch, ";".join(SHORT[dtype] for dtype in dtypes)) + "\n"
     return text
 
 
-def judge_resources(kernels: Iterable[Kernel], wanted: Wanted, shared_kib: int, built: Built) -> None:
+def judge_resources(kernels: Iterable[Kernel], wanted: Wanted, built: Built) -> None:
     """Adds what tools/resources.py has against each candidate's kernels, and their registers.
 
     Shared memory is the space's business, which may allow more than sm_89 has. A candidate without a kernel
     for one of its dtypes is dropped, too.
     """
-    missing = {(c.tag, SHORT[dtype]): (c, dtype) for c, dtypes in wanted.items() for dtype in dtypes}
-    found: dict[Candidate, list[str]] = {candidate: [] for candidate in wanted}
-    for kernel in kernels:
-        match = _ROW_NAME.fullmatch(kernel.name)
-        if not match or (match[2], match[1]) not in missing:
-            continue
-        c, dtype = missing.pop((match[2], match[1]))
-        config = {"family": "plain", "dtype": dtype, "mma": "m16n8k16", "smem_bytes": 0}
-        found[c] += resources.complaints(kernel, SimpleNamespace(**vars(c), name=match[1], **config))
-        built.registers[c] = max(built.registers.get(c, 0), kernel.registers)
-        if kernel.shared > shared_kib * KIB:
-            found[c].append(f"{kernel.shared} bytes of static shared memory")
-    for c, dtype in missing.values():
-        found[c].append(f"the extension has no {SHORT[dtype]} kernel of it")
-    built.dropped |= {c: ("resources", "; ".join(words)) for c, words in found.items() if words}
+    named = {match.groups(): kernel for kernel in kernels if (match := _ROW_NAME.fullmatch(kernel.name))}
+    for c, dtypes in wanted.items():
+        words = []
+        for dtype in dtypes:
+            if kernel := named.get((SHORT[dtype], c.tag)):
+                config = {"family": "plain", "name": SHORT[dtype], "dtype": dtype, "mma": "m16n8k16", "smem_bytes": 0}
+                words += resources.complaints(kernel, SimpleNamespace(**vars(c), **config))
+                built.registers[c] = max(built.registers.get(c, 0), kernel.registers)
+            else:
+                words.append(f"the extension has no {SHORT[dtype]} kernel of it")
+        if words:
+            built.dropped[c] = ("resources", "; ".join(words))
 
 
 def failures(output: str) -> dict[str, str]:
@@ -85,7 +81,6 @@ class Builder:
 
     directory: Path
     arch: int
-    shared_kib: int
     variables: Mapping[str, object]
     jobs: int = Tree.jobs
 
@@ -95,8 +90,9 @@ class Builder:
         own = {"CUTLASS_FMHA_MANIFEST": manifest, "CMAKE_CUDA_ARCHITECTURES": self.arch}
         tree = Tree(self.directory / "tree", {**own, **self.variables}, self.jobs)
         self.directory.mkdir(parents=True, exist_ok=True)
-        left, broken = {**incumbents, **wanted}, {}
+        broken: dict[Candidate, str] = {}
         while True:
+            left = {c: dtypes for c, dtypes in {**incumbents, **wanted}.items() if c not in broken}
             manifest.write_text(scratch(left, self.arch))
             tree.configure()
             status, output = tree.compile("_C")
@@ -109,8 +105,6 @@ class Builder:
             if row := next((c for c in new if c in incumbents), None):
                 raise BuildError(f"a row of src/rows.cmake does not compile ({row.key}): {new[row]}")
             broken |= new
-            left = {c: dtypes for c, dtypes in left.items() if c not in new}
         built = Built(tree.file("_C*.so"), {c: ("compile", words) for c, words in broken.items()})
-        kept = {c: dtypes for c, dtypes in wanted.items() if c not in broken}
-        judge_resources(read_kernels(built.extension), kept, self.shared_kib, built)
+        judge_resources(read_kernels(built.extension), {c: x for c, x in wanted.items() if c not in broken}, built)
         return built

@@ -22,7 +22,8 @@ _MANY = r"^fwd_.*_bf16_d(64|128)_m[0-9]+n[0-9]+w[0-9]+(_tma)?%s(_fa2)?$"
 #: Family -> names of the rows that are built for it: of bfloat16, aligned, for the head dims below.
 ROWS = {
     "plain": _MANY % "",
-    **{name: _MANY % f"_{name}" for name in ("ranged", "score_mod")},
+    "ranged": _MANY % "_ranged",
+    "score_mod": _MANY % "_score_mod",
     "masked": _MANY % "_(masked|scored)",
     "backward": r"^bwd_.*_bf16_d(64|128)_m[0-9]+n[0-9]+w[0-9]+(_groups)?(_tma)?(_fa2)?$",
     "few_query": r"^fwd_.*_bf16_d(64|96|128|256)_m[0-9]+n[0-9]+w[0-9]+k[0-9]+(_tma)?(_pdl)?(_scored)?(_small)?$",
@@ -46,16 +47,16 @@ NOTE = (
 
 def cases() -> Iterator[tuple[tuple[str, ...], Case]]:
     """Each with the families whose rows run it."""
+    features = dict.fromkeys(("alibi", "softcap", "dropout"), ("score_mod",))
+    features |= dict.fromkeys(("mask", "head_bias"), ("masked", "scored"))
     for head_dim, (batch, heads, seqlen) in SIZES.items():
         full = Case("dense", batch, heads, heads, seqlen, seqlen, head_dim, "bfloat16")
         for case in (full, replace(full, causal=True)):
             yield ("plain",), case
-            yield ("ranged",), replace(case, group="ranges", lengths=(seqlen,) * batch)
-            yield ("ranged",), replace(case, group="ranges", used=(seqlen,) * batch)
-            for name in ("alibi", "softcap", "dropout"):
-                yield ("score_mod",), replace(case, group="scores", feature=name)
-            for name in ("mask", "head_bias"):
-                yield ("masked", "scored"), replace(case, group="scores", feature=name)
+            for lengths in ("lengths", "used"):
+                yield ("ranged",), replace(case, group="ranges", **{lengths: (seqlen,) * batch})
+            for feature, names in features.items():
+                yield names, replace(case, group="scores", feature=feature)
             yield ("backward",), replace(case, group="backward")
         sizes = (24, heads, heads, 2900, 2900, head_dim)
         yield ("ranged",), Case("packed", *sizes, "bfloat16", causal=True, lengths=drawn(24, 37, 2900))
@@ -118,7 +119,7 @@ def main(ceiling: str, result: str, families: str) -> None:
     of_arch = [row for row in (*_C.rows(), *_C.backward_rows()) if row.arch == arch]
     wanted = families.split(",")
     asked = [(case, rows_for(names, case, of_arch)) for names, case in cases() if names[0] in wanted]
-    family = {case.name: names[0] for names, case in cases()}
+    families_of = {case.name: names[0] for names, case in cases()}
     if sentence := unmet(asked, f"row of sm_{arch}"):
         raise SystemExit(sentence)
     shared = {row.name: row.smem_bytes for row in of_arch}
@@ -129,13 +130,16 @@ def main(ceiling: str, result: str, families: str) -> None:
             found = measure(case, rows, mma_alone)
         torch.cuda.empty_cache()
         rate = flop / found.pop("mma")["us"]
+        about = {
+            "family": families_of[case.name],
+            "case": case.name,
+            "plain": case.plain.name if case.featured else None,
+        }
         for row, one in found.items():
-            about = {"family": family[case.name], "case": case.name, "row": row, "smem_bytes": shared[row], **one}
-            about |= {"plain": case.plain.name if case.featured else None}
+            entries.append({**about, "row": row, "smem_bytes": shared[row], **one})
             if us := one.get("us"):
-                about |= {"tflops": case.flop / us * 1e-6, "share": case.flop / us / (rate / passes)}
-                about |= {"tbytes_per_s": case.moved_bytes / us * 1e-6, "mma_tflops": rate * 1e-6}
-            entries.append(about)
+                entries[-1] |= {"tflops": case.flop / us * 1e-6, "share": case.flop / us / (rate / passes)}
+                entries[-1] |= {"tbytes_per_s": case.moved_bytes / us * 1e-6, "mma_tflops": rate * 1e-6}
         Path(result).write_text(json.dumps({**head, "entries": entries}, indent=1))
         print(f"{case.name}: {len(found)} rows", file=sys.stderr, flush=True)
     timed = [(case, [one for one in entries if one["case"] == case.name and "us" in one]) for case, _ in asked]
@@ -150,18 +154,17 @@ def tables(result: Mapping[str, Any]) -> list[str | Table]:
     for one in result["entries"]:
         if one["family"] == "plain" and "us" in one:
             best[one["case"]] = max(one["share"], best.get(one["case"], 0.0))
+    places = {case: place for place, case in enumerate(dict.fromkeys(one["case"] for one in result["entries"]))}
     lines = []
-    for case in dict.fromkeys(one["case"] for one in result["entries"]):
-        own = [one for one in result["entries"] if one["case"] == case]
-        for one in sorted(own, key=lambda one: float(one.get("us", "inf"))):
-            if "us" not in one:
-                lines.append([case, one["row"], *"----", "", one["reason"]])
-                continue
-            points = f"{100 * (one['share'] - best[one['plain']]):+.1f}" if one["plain"] in best else ""
-            figures = f"{one['us']:.1f}", f"{one['tflops']:.1f}", f"{one['tbytes_per_s']:.2f}"
-            remarks = ["WRONG"] * (not one["error_ratio"] <= 1)
-            remarks += [f"{stack[one['row']]} B of stack"] if one["row"] in stack else []
-            lines.append([case, one["row"], *figures, f"{100 * one['share']:.1f} %", points, ", ".join(remarks)])
+    for one in sorted(result["entries"], key=lambda one: (places[one["case"]], float(one.get("us", "inf")))):
+        if "us" not in one:
+            lines.append([one["case"], one["row"], *"----", "", one["reason"]])
+            continue
+        points = f"{100 * (one['share'] - best[one['plain']]):+.1f}" if one["plain"] in best else ""
+        figures = f"{one['us']:.1f}", f"{one['tflops']:.1f}", f"{one['tbytes_per_s']:.2f}"
+        remarks = ["WRONG"] * (not one["error_ratio"] <= 1)
+        remarks += [f"{stack[one['row']]} B of stack"] if one["row"] in stack else []
+        lines.append([one["case"], one["row"], *figures, f"{100 * one['share']:.1f} %", points, ", ".join(remarks)])
     note = NOTE.format(gpu=result["machine"]["gpu"], passes=result["passes"])
     return [note, Table(("case", "row", "us", "TFLOP/s", "TB/s", "share", "of plain", ""), lines, left=2, remarks=True)]
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from building import run
+from building import BuildError, run
 
 from cutlass_fmha.cli import output
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 GAIN = 1.03  # a candidate must be this much faster than the incumbents, as a geometric mean
 WORST = 0.99  # and on no case slower than this
 SIGHTINGS = 2  # in so many timing runs, each in a process of its own
-KIND = "cutlass_fmha tuning leaderboard 5"
+KIND = "cutlass_fmha tuning leaderboard 6"
 #: Fates in the order of the gates (docs/tuning.md). "promising", a gain seen once, is not final.
 FATES = ("compile", "resources", "parity", "crash", "slower", "promising", "unconfirmed", "accepted")
 ROWS = 12  # candidates of a target that are listed: the fastest
@@ -49,13 +49,6 @@ LOOKS, CONFIRMING_LOOKS = 1, 5  # at the times of a case's rows: at first, and f
 ALL_DTYPES = tuple(sorted(SHORT))
 
 
-class EvaluationError(RuntimeError):
-    """Candidates could not be run, and none of them is to blame."""
-
-
-# ---- the leaderboard ---------------------------------------------------------------------------------------
-
-
 @dataclass
 class Sighting:
     """One timing run of a candidate: microseconds per case, its own, and the incumbents' by their keys.
@@ -68,21 +61,16 @@ class Sighting:
 
     def __post_init__(self) -> None:
         us, others = self.us, self.incumbents_us
-        if not us or us.keys() != others.keys() or not all(others.values()):
-            raise ValueError(f"times of {sorted(us)} can't be compared with {others}")
-        if not all(0.0 < x < math.inf for case in us for x in (us[case], *others[case].values())):
-            raise ValueError(f"a time is no positive number: {us}, {others}")
+        times = [*us.values(), *(x for rows in others.values() for x in rows.values())]
+        whole = us and us.keys() == others.keys() and all(others.values())
+        if not whole or not all(0.0 < x < math.inf for x in times):
+            raise ValueError(f"times {us} can't be compared with {others}")
         speeds = [min(others[case].values()) / time for case, time in us.items()]
         self.geomean, self.worst = statistics.geometric_mean(speeds), min(speeds)
 
     @property
     def is_gain(self) -> bool:
         return self.geomean >= GAIN and self.worst >= WORST
-
-    def standing(self, key: str) -> float:
-        """How a row of the manifest did against the best of them."""
-        rows = self.incumbents_us.values()
-        return statistics.geometric_mean(min(times.values()) / times[key] for times in rows)
 
 
 @dataclass
@@ -98,8 +86,8 @@ class Entry:
 
     @property
     def gain(self) -> float:
-        """The least of its timing runs' geometric means; 0 before it ran."""
-        return min((sighting.geomean for sighting in self.sightings), default=0.0)
+        """The least of its timing runs' geometric means."""
+        return min(sighting.geomean for sighting in self.sightings)
 
     def see(self, sighting: Sighting) -> None:
         """Decide by one more timing run: a gain is believed once it was seen ``SIGHTINGS`` times in a row."""
@@ -115,9 +103,8 @@ class Entry:
         """Its line of the table."""
         seen = min(self.sightings, key=lambda s: s.geomean)
         times = [f"{us:.1f}/{min(seen.incumbents_us[case].values()):.1f}" for case, us in seen.us.items()]
-        gain, worst = f"{seen.geomean:.3f}x", f"{seen.worst:.3f}x"
-        runs, registers = str(len(self.sightings)), str(self.registers or "")
-        return self.fate, self.candidate.key, gain, worst, runs, registers, " ".join(times)
+        figures = f"{seen.geomean:.3f}x", f"{seen.worst:.3f}x", str(len(self.sightings)), str(self.registers or "")
+        return self.fate, self.candidate.key, *figures, " ".join(times)
 
 
 @dataclass
@@ -134,13 +121,13 @@ class Leaderboard:
         """A target's entries, those of the given fates, in the order in which they were drawn."""
         return [e for e in self.entries if e.target == target and (not fates or e.fate in fates)]
 
-    def counts(self) -> dict[str, int]:
+    def fates(self) -> str:
         counted = Counter(entry.fate for entry in self.entries)
-        return {fate: counted[fate] for fate in FATES if counted[fate]}
+        return ", ".join(f"{counted[fate]} {fate}" for fate in FATES if counted[fate]) or "none yet"
 
-    def best(self, target: str) -> list[Entry]:
+    def best(self, target: str, *fates: str) -> list[Entry]:
         """A target's entries that ran: accepted ones first, then the fastest."""
-        ran = [entry for entry in self.of(target) if entry.sightings]
+        ran = [entry for entry in self.of(target, *fates) if entry.sightings]
         return sorted(ran, key=lambda entry: (entry.fate != "accepted", -entry.gain, entry.candidate))
 
     def content(self) -> dict[str, Any]:
@@ -164,11 +151,8 @@ class Leaderboard:
                 raw["candidate"] = Candidate(**raw["candidate"])
                 raw["sightings"] = [Sighting(**sighting) for sighting in raw["sightings"]]
             return cls(**{**content, "path": path, "entries": [Entry(**raw) for raw in entries]})
-        except OSError as error:
-            raise ValueError(f"{path} can't be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            sentence = f"{path} is no leaderboard of this version ({error}): move it away"
-            raise ValueError(sentence) from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} can't be read as a leaderboard of this version: {error}") from error
 
     @classmethod
     def resume(cls, path: Path, about: dict[str, Any], targets: dict[str, list[str]]) -> Leaderboard:
@@ -176,19 +160,18 @@ class Leaderboard:
         board = cls.load(path) if path.exists() else cls(path, about)
         known = {**targets, **board.about, **board.targets}
         for name, value in {**about, **targets}.items():
-            if known.get(name) != value:
+            if (other := known.get(name)) != value:
                 raise ValueError(
-                    f"{path} is about {name} {known.get(name)}, this search about {value}: give another --leaderboard"
+                    f"{path} is about {name} {other}, this search about {value}: give another --leaderboard"
                 )
         board.targets |= targets
         return board
 
     def render(self) -> list[str | output.Table]:
         """What was searched for, where, and what came of it: a table per target, and what was dropped."""
-        fates = ", ".join(f"{count} {fate}" for fate, count in self.counts().items()) or "none yet"
         parts: list[str | output.Table] = [
             ", ".join(f"{name} {str(value)[:20]}" for name, value in self.about.items()),
-            f"{len(self.entries)} candidates in {self.rounds} rounds: {fates}",
+            f"{len(self.entries)} candidates in {self.rounds} rounds: {self.fates()}",
         ]
         for target, cases in self.targets.items():
             rows = [entry.row() for entry in self.best(target)]
@@ -202,9 +185,6 @@ class Leaderboard:
             parts += [f"  and {len(rows[ROWS:])} slower ones"]
             parts += [f"  {count:4} x {reason}" for reason, count in dropped.most_common()]
         return [*parts, NOTE]
-
-
-# ---- judging -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -225,56 +205,41 @@ class Target:
         return candidate not in self.incumbents and fits(candidate, self.arch, self.shared_kib)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A candidate to judge for a target: in which dtypes, and whether for acceptance or at first."""
-
-    target: Target
-    candidate: Candidate
-    dtypes: tuple[str, ...]
-    confirm: bool
-
-    def specification(self, extension: Path, device: int) -> dict[str, Any]:
-        return {
-            "extension": str(extension), "device": device, "tag": self.candidate.tag, "dtypes": self.dtypes,
-            "cases": [asdict(case) for case in self.target.cases],
-            "incumbents": [row.tag for row in self.target.incumbents],
-            "looks": CONFIRMING_LOOKS if self.confirm else LOOKS,
-        }  # fmt: skip
-
-
-Judge = Callable[[Path, Job], "Sighting | tuple[str, str]"]
-"""An extension and a job -> a timing run, or (fate, reason)."""
+Judge = Callable[[Path, Target, Candidate, tuple[str, ...], int], "Sighting | tuple[str, str]"]
+"""Of an extension a target's candidate, in these dtypes, at so many looks -> a timing run, or (fate, reason)."""
 
 
 def judge_in_a_process(
-    directory: Path, device: int = 0, command: Sequence[str] = (sys.executable, str(JUDGE)), hang_s=HANG_S
+    directory: Path, command: Sequence[str] = (sys.executable, str(JUDGE)), hang_s: float = HANG_S
 ) -> Judge:
-    """Judges each job in a process of its own. ``directory``: for what it is told, tells and logs."""
+    """Judges each candidate in a process of its own, so that one which dies or hangs takes no other along.
 
-    def judge(extension: Path, job: Job) -> Sighting | tuple[str, str]:
-        specification, result = directory / "job.json", directory / "result.json"
-        output.write_text(json.dumps(job.specification(extension, device)), specification)
-        result.unlink(missing_ok=True)
-        status, told = run([*command, str(specification), str(result)], directory / "judge.log", hang_s)
+    ``directory``: for what it is told, tells and logs. BuildError when the process fails by no fault of a candidate.
+    """
+
+    def judge(extension: Path, target: Target, candidate: Candidate, dtypes: tuple[str, ...], looks: int):
+        job = {"extension": str(extension), "tag": candidate.tag, "dtypes": dtypes, "looks": looks}
+        job["incumbents"] = [row.tag for row in target.incumbents]
+        job["cases"] = [asdict(case) for case in target.cases]
+        files = directory / "job.json", directory / "result.json"
+        output.write_text(json.dumps(job), files[0])
+        files[1].unlink(missing_ok=True)
+        status, told = run([*command, *map(str, files)], directory / "judge.log", hang_s)
         if status is None:
             return "crash", f"no answer within {hang_s:.0f} s"
         if status < 0:
             return "crash", f"ended by signal {-status} ({signal.Signals(-status).name})"
-        if status or not result.exists():
+        if status or not files[1].exists():
             last = ["it said nothing", *filter(None, map(str.strip, told.splitlines()))][-1]
-            raise EvaluationError(f"the judge failed: {last} (its log: {directory / 'judge.log'})")
-        found = json.loads(result.read_text())
+            raise BuildError(f"the judge failed: {last} (its log: {directory / 'judge.log'})")
+        found = json.loads(files[1].read_text())
         if (us := found.pop("us", None)) is None:
             return next(iter(found.items()))
-        keys = {row.tag: row.key for row in job.target.incumbents}
-        own = {case: times.pop(job.candidate.tag) for case, times in us.items()}
+        keys = {row.tag: row.key for row in target.incumbents}
+        own = {case: times.pop(candidate.tag) for case, times in us.items()}
         return Sighting(own, {case: {keys[tag]: t for tag, t in times.items()} for case, times in us.items()})
 
     return judge
-
-
-# ---- the search --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -306,8 +271,8 @@ class Search:
                 late = self.clock() - begin >= self.limit_s
                 drawn = [] if late else self.draw(target)
                 if confirm or drawn:
-                    fates = ", ".join(f"{count} {fate}" for fate, count in self.board.counts().items())
-                    self.say(f"round {self.board.rounds}, {target.name}: {len(drawn)} candidates | {fates}")
+                    about = f"round {self.board.rounds}, {target.name}: {len(drawn)} candidates"
+                    self.say(f"{about} | {self.board.fates()}")
                     self.round(target, confirm, drawn)
                     going = True
 
@@ -315,12 +280,14 @@ class Search:
         """Children of what ran, and of the manifest's rows by the latest times that there are of them."""
         entries = self.board.of(target.name)
         ran = [entry for entry in entries if entry.sightings]
+        latest = ran[-1].sightings[-1].incumbents_us.values() if ran else ()
         parents: list[Scored] = [(entry.gain, entry.candidate) for entry in ran]
-        latest = ran[-1].sightings[-1] if ran else None
-        parents += [(latest.standing(row.key) if latest else 1.0, row) for row in target.incumbents]
+        for row in target.incumbents:
+            standing = [min(times.values()) / times[row.key] for times in latest]
+            parents.append((statistics.geometric_mean(standing or [1.0]), row))
         known = {entry.candidate for entry in entries}
         seed = f"{self.seed} {target.name} {self.board.rounds}"
-        drawn = propose(lambda c: c not in known and target.allows(c), parents, self.per_round, seed, target.arch)
+        drawn = propose(lambda c: c not in known and target.allows(c), parents, self.per_round, seed)
         return [Entry(target.name, candidate) for candidate in drawn]
 
     def round(self, target: Target, confirm: Sequence[Entry], drawn: Sequence[Entry]) -> None:
@@ -329,15 +296,15 @@ class Search:
         wanted |= {entry.candidate: ALL_DTYPES for entry in confirm}
         built = self.builder.build(wanted, dict.fromkeys(target.incumbents, target.dtypes))
         for entry in (*confirm, *drawn):
-            c, again = entry.candidate, bool(entry.fate)
+            c, looks = entry.candidate, CONFIRMING_LOOKS if entry.fate else LOOKS
             entry.registers = built.registers.get(c, entry.registers)
-            result = built.dropped.get(c) or self.judge(built.extension, Job(target, c, wanted[c], again))
+            result = built.dropped.get(c) or self.judge(built.extension, target, c, wanted[c], looks)
+            if not entry.fate:
+                self.board.entries.append(entry)
             if isinstance(result, Sighting):
                 entry.see(result)
             else:
                 entry.fate, entry.reason = result
-            if not again:
-                self.board.entries.append(entry)
             self.board.save()
             if entry.fate in ("promising", "accepted"):
                 self.say(f"{entry.fate}: {target.name} {c.key}: {entry.reason}")

@@ -1,17 +1,16 @@
 """Which candidates can be compiled and could be worth it, and which to try next.
 
-Each rule is one of the static_asserts in src/forward/*.cuh, a limit of the hardware, or a bound on what must
-be in registers at one time. The machine code decides in the end (``tools/resources.py``): these rules only
-keep compile time from being spent on what cannot pass.
+Each rule is one of the static_asserts in src/forward/*.cuh, a limit of the hardware, or a bound on what must be in
+registers at one time. The machine code decides in the end (``tools/resources.py``): these rules only keep compile time
+from being spent on what cannot pass.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 KIB = 1024
@@ -31,11 +30,9 @@ RESERVED_SHARED = KIB  # what CUDA takes of the SM's for each block
 #: Registers of a thread besides O, S, P and Q: addresses, row sums and references, an operand of K or V.
 OTHER_REGISTERS = 16
 MAX_REGISTERS = 255
-POSITION_BYTES = 12  # TilePosition
-LANE_BYTES = 32 * 8  # where each lane reads
-WARP_BYTES = 8  # WarpConstants
-TMA_WORK_BYTES = 8 + 28  # the barrier that Q reports to, and Work
-PIPELINE_BYTES = 2 * 8  # of two mbarriers; a stage of K and one of V have two each
+#: Shared memory beside tiles: TilePosition, where each lane reads, WarpConstants; the barrier that Q reports to, and
+#: Work; two mbarriers, which a stage of K and one of V have each.
+POSITION_BYTES, LANE_BYTES, WARP_BYTES, TMA_WORK_BYTES, PIPELINE_BYTES = 12, 32 * 8, 8, 8 + 28, 2 * 8
 
 
 @dataclass(frozen=True, order=True)
@@ -52,7 +49,6 @@ class Candidate:
     q_in_registers: bool
     ping_pong: bool
     copy: str
-    dependent_launch: bool = False
 
     @classmethod
     def of(cls, row: Any) -> Candidate:
@@ -67,11 +63,10 @@ class Candidate:
     def threads(self) -> int:
         return 32 * self.warps
 
-    @functools.cached_property
+    @property
     def key(self) -> str:
         """The columns as a line of the manifest has them: ``64 256 64 8 1 2 1 true true cp_async_16``."""
-        values = list(asdict(self).values())[: None if self.dependent_launch else -1]
-        return " ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
+        return " ".join(str(value).lower() for value in astuple(self))
 
     @property
     def tag(self) -> str:
@@ -83,9 +78,13 @@ class Candidate:
         """Those in a row's name: what two rows of one architecture and dtype must not share."""
         return (self.head_dim, self.tile_m, self.tile_n, self.warps, self.kv_warps, self.copy)
 
+    def overlaps(self, arch: int) -> bool:
+        """Whether its launches do: the manifest's last column, dependent_launch."""
+        return self.kv_warps > 1 and arch >= FIRST_OVERLAP
+
     def line(self, arch: int, dtypes: str = "f16;bf16") -> str:
         """Its line of the manifest."""
-        return f'fmha_forward("{arch}" "{dtypes}" {self.key})'
+        return f'fmha_forward("{arch}" "{dtypes}" {self.key}{" true" if self.overlaps(arch) else ""})'
 
 
 def shared_bytes(c: Candidate) -> int:
@@ -121,12 +120,12 @@ def registers(c: Candidate) -> int:
 
 def fits(c: Candidate, arch: int, shared_kib: int = SMALLEST_SHARED_KIB) -> bool:
     """Whether the kernels can be made of it and its blocks are within limits; ``shared_kib``: of a block."""
-    rows, pairs, tma = 16 * (c.warps // c.kv_warps), c.kv_warps == 1, c.copy == "tma"
-    if c.head_dim % 32 or c.tile_n % 16 or c.warps % c.kv_warps or c.tile_m % rows:
+    tma = c.copy == "tma"
+    if c.head_dim % 32 or c.tile_n % 16 or c.warps % c.kv_warps or c.tile_m % (16 * (c.warps // c.kv_warps)):
         return False
-    if c.dependent_launch != (not pairs and arch >= FIRST_OVERLAP) or (tma and arch < FIRST_TMA):
+    if tma and arch < FIRST_TMA:
         return False
-    if pairs:
+    if c.kv_warps == 1:
         # One half of the warps brings K and the other V. TileLoader's: a pass of the threads must keep their
         # swizzle pattern; of 8 or 4 chunks of 16 bytes in a row of a panel.
         chunks = 8 if c.head_dim % 64 == 0 else 4
@@ -152,8 +151,6 @@ def fits(c: Candidate, arch: int, shared_kib: int = SMALLEST_SHARED_KIB) -> bool
     )
 
 
-# ---- which to try next -------------------------------------------------------------------------------------
-
 PARENTS = 8  # the best so many
 TRIES = 500  # for each that is asked for: a child that can't be compiled, or is known, is thrown away
 
@@ -161,38 +158,33 @@ Scored = tuple[float, Candidate]
 """A candidate that ran, behind its speed relative to the incumbents (1.05: five percent faster)."""
 
 
-def propose(
-    allowed: Callable[[Candidate], bool], best: Sequence[Scored], count: int, seed: str, arch: int
-) -> list[Candidate]:
+def propose(allowed: Callable[[Candidate], bool], best: Sequence[Scored], count: int, seed: str) -> list[Candidate]:
     """``count`` candidates that are ``allowed``, or fewer when no more are found: mutations of the best.
 
     The same arguments propose the same.
     """
     rng = random.Random(seed)
     parents = [candidate for _, candidate in sorted(best, reverse=True)[:PARENTS]]
-    chosen: dict[Candidate, None] = {}
+    chosen: list[Candidate] = []
     for _ in range(TRIES * count):
-        better = min(rng.randrange(len(parents)), rng.randrange(len(parents)))
-        child = mutate(parents[better], arch, rng)
+        child = mutate(parents[min(rng.randrange(len(parents)), rng.randrange(len(parents)))], rng)
         if child not in chosen and allowed(child):
-            chosen[child] = None
+            chosen.append(child)
             parents.append(child)  # a step further, behind what has been timed
         if len(chosen) == count:
             break
-    return list(chosen)
+    return chosen
 
 
-def mutate(candidate: Candidate, arch: int, rng: random.Random) -> Candidate:
+def mutate(candidate: Candidate, rng: random.Random) -> Candidate:
     """One to three columns changed, or all: a flag turned, a number moved one step, or anywhere."""
     for name in rng.sample(list(DOMAINS), rng.choice((1, 1, 2, 3, len(DOMAINS)))):
-        domain, value = DOMAINS[name], getattr(candidate, name)
-        at = domain.index(value) if value in domain else -9
-        near = [*domain[max(0, at - 1) : max(0, at)], *domain[max(0, at + 1) : max(0, at + 2)]]
-        others = [other for other in domain if other != value]
-        candidate = replace(candidate, **{name: rng.choice(near if near and rng.random() < 0.75 else others)})
+        domain, at = DOMAINS[name], DOMAINS[name].index(getattr(candidate, name))
+        others = [*domain[:at], *domain[at + 1 :]]
+        near = [*domain[max(0, at - 1) : at], *domain[at + 1 : at + 2]]
+        candidate = replace(candidate, **{name: rng.choice(near if rng.random() < 0.75 else others)})
     # Loads into registers go with warps that share the keys, cp.async with those that don't, TMA with both.
-    shared = candidate.kv_warps > 1
-    by_thread = "ldg_16" if shared else "cp_async_16"
+    by_thread = "ldg_16" if candidate.kv_warps > 1 else "cp_async_16"
     if candidate.copy not in (by_thread, "tma") or rng.random() < 0.2:
         candidate = replace(candidate, copy=rng.choice((by_thread, "tma")))
-    return replace(candidate, dependent_launch=shared and arch >= FIRST_OVERLAP)
+    return candidate
