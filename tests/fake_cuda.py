@@ -49,10 +49,7 @@ class FakeGpu:
         assert (params.splits > 1) == (params.partial_o > 0) == (params.partial_lse > params.partial_o)
         assert params.vectors(2) and params.window_left == -1
         assert stream == 7 and device == 0 and params.scale == pytest.approx(params.head_dim**-0.5)
-        self._take(row, problem, (params.q, params.k, params.v, params.o, params.lse))
-
-    def _take(self, row, problem: Problem, pointers: tuple[int, ...]) -> None:
-        self.launches.append((row.name, problem, pointers))
+        self.launches.append((row.name, problem, (params.q, params.k, params.v, params.o, params.lse)))
         us = self.law(row, problem)
         if self.captured is None:
             self.now_us += us
@@ -61,13 +58,6 @@ class FakeGpu:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         gpu = self
-
-        class Stream:
-            cuda_stream = 7
-
-            def __init__(self, device: object) -> None: ...
-
-            def synchronize(self) -> None: ...
 
         class Event:
             def __init__(self, enable_timing: bool) -> None:
@@ -93,16 +83,14 @@ class FakeGpu:
                 gpu.now_us += self.us
 
         properties = SimpleNamespace(L2_cache_size=self.l2_bytes, total_memory=24 << 30)
+        stream = SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
         monkeypatch.setattr(_C, "run", self.run)
         monkeypatch.setattr(_C, "rows", lambda: list(self.build.rows))
         monkeypatch.setattr(tables, "this_build", lambda: self.build)
         monkeypatch.setattr(devices, "of_index", lambda index: self.device)
         monkeypatch.setattr(timing, "_device", lambda index: torch.device("cpu"))
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-        monkeypatch.setattr(torch.cuda, "Stream", Stream)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda *arguments: None)
+        of_torch = {"Event": Event, "CUDAGraph": Graph, "device": nullcontext, "stream": nullcontext}
+        of_torch |= {"Stream": lambda device: stream, "synchronize": lambda *arguments: None}
+        for name, fake in {**of_torch, "get_device_properties": lambda index: properties}.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
         return self

@@ -37,6 +37,10 @@ def vector(address: int, count: int) -> Tensor | None:
     return _at(address, torch.int32, (count,), (1,)) if address else None
 
 
+def poison(address: int, count: int) -> None:
+    _at(address, torch.float32, (count,), (1,)).fill_(torch.nan)
+
+
 def skip_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls go to their launches, as those of a GPU's tensors do where nothing listens."""
     for name in ("can_skip_dispatcher", "others_can_skip_dispatcher"):
@@ -51,12 +55,9 @@ class Launched(NamedTuple):
 
 
 #: What a plain row takes as it is where nothing is asked.
-NOT_OF_PLAIN_ROWS = tuple(
-    name
-    for name in vars(_C.AttentionParams)
-    if re.match("cu_|seqused|leftpad|batch_index|page|prefix|window_left|mask|block_|softcap|bias", name)
-    or re.match("alibi|sinks|dropout|pack|splits|partial", name)
-)
+OF_FEATURES = "cu_|seqused|leftpad|batch_index|page|prefix|window_left|mask|block_|softcap|bias"
+OF_FEATURES += "|alibi|sinks|dropout|pack|splits|partial"
+NOT_OF_PLAIN_ROWS = [name for name in vars(_C.AttentionParams) if re.match(OF_FEATURES, name)]
 
 
 def install(monkeypatch: pytest.MonkeyPatch, run: Callable[..., None]) -> None:
@@ -99,9 +100,9 @@ class FakeKernels:
                 steps = [step * row.element_bytes for step in getattr(params, f"{name}_stride")[:3]]
                 least = 16 if name == "bias" else row.alignment
                 assert all(n % least == 0 for n in (getattr(params, name), *steps)), name
+            assert params.partial_o or not row.accumulates or row.dtype == "float32"
             if row.accumulates and params.partial_o:
-                count = params.lse_rows * params.head_dim_v
-                _at(params.partial_o, torch.float32, (count,), (1,)).fill_(torch.nan)
+                poison(params.partial_o, params.lse_rows * params.head_dim_v)
         elif row.takes_features:
             assert params.head_dim <= row.head_dim and params.head_dim_v <= row.head_dim_v
         else:
@@ -109,16 +110,13 @@ class FakeKernels:
             assert params.head_dim == params.head_dim_v == row.head_dim
             assert all(getattr(params, name) == getattr(nothing, name) for name in NOT_OF_PLAIN_ROWS)
         self.launches.append(Launched(index, params.copy(), device, stream))
-        if params.splits > 1:
-            self.touch_parts(params)
+        if params.splits > 1:  # whoever allocated too little for the parts loses something else
+            rows = params.splits * params.lse_rows
+            poison(params.partial_o, rows * params.head_dim_v)
+            poison(params.partial_lse, rows)
+            poison(params.partial_low, rows)
         if self.compute and params.batch and params.num_heads:
             self.attend(params, getattr(torch, row.dtype))
-
-    def touch_parts(self, p: _C.AttentionParams) -> None:
-        """Whoever allocated too little for the parts of split keys loses something else."""
-        for address, width in ((p.partial_o, p.head_dim_v), (p.partial_lse, 1), (p.partial_low, 1)):
-            count = p.splits * p.lse_rows * width
-            _at(address, torch.float32, (count,), (1,)).fill_(torch.nan)
 
     def attend(self, p: _C.AttentionParams, dtype: torch.dtype) -> None:
         starts_q, starts_k = (vector(x, p.batch + 1) for x in (p.cu_seqlens_q, p.cu_seqlens_k))
@@ -154,22 +152,18 @@ class FakeKernels:
         """What ``p`` says, as the oracle takes it."""
         whole = (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
         names = ("seqused_q", "seqused_k", "leftpad_k", "prefix_lengths")
-        said: dict[str, Any] = {name: vector(getattr(p, name), p.batch) for name in names}
-        said["window"] = (p.window_left, p.window_right)
-        if p.batch_index_k:
-            said["cache_batch_idx"] = vector(p.batch_index_k, p.batch)
-        if p.page_table:
-            shape = (p.batch, -(-p.seqlen_k // p.page_size))
-            said["page_table"] = _at(p.page_table, torch.int32, shape, (p.page_table_stride, 1))
-        if p.mask:
-            said["mask"] = _at(p.mask, torch.bool, whole, p.mask_stride)
-        if p.bias:
-            kind = torch.float32 if p.bias_type == "float32" else dtype
-            said["bias"] = _at(p.bias, kind, whole, p.bias_stride)
-        if p.alibi_slopes:
-            said["alibi_slopes"] = _at(p.alibi_slopes, torch.float32, whole[:2], p.alibi_stride)
-        if p.sinks:
-            said["sinks"] = _at(p.sinks, torch.float32, whole[1:2], (1,))
+        pages = -(-p.seqlen_k // max(1, p.page_size))
+        places = {
+            **{name: (getattr(p, name), torch.int32, (p.batch,), (1,)) for name in names},
+            "cache_batch_idx": (p.batch_index_k, torch.int32, (p.batch,), (1,)),
+            "page_table": (p.page_table, torch.int32, (p.batch, pages), (p.page_table_stride, 1)),
+            "mask": (p.mask, torch.bool, whole, p.mask_stride),
+            "bias": (p.bias, torch.float32 if p.bias_type == "float32" else dtype, whole, p.bias_stride),
+            "alibi_slopes": (p.alibi_slopes, torch.float32, whole[:2], p.alibi_stride),
+            "sinks": (p.sinks, torch.float32, whole[1:2], (1,)),
+        }
+        said: dict[str, Any] = {name: _at(*place) for name, place in places.items() if place[0]}
+        said |= {"window": (p.window_left, p.window_right), "softcap": p.softcap}
         if p.block_counts:
             lists = (*whole[:2], -(-p.seqlen_q // p.block_m))
             counts = _at(p.block_counts, torch.int32, lists, p.count_stride)
@@ -180,4 +174,4 @@ class FakeKernels:
             said["dropout_p"] = p.dropout_threshold / 65536
             said["dropout_seed"] = ctypes.c_int64.from_address(p.dropout_seed).value
             assert p.dropout_scale == pytest.approx(1 / (1 - said["dropout_p"]))
-        return said | {"softcap": p.softcap}
+        return said

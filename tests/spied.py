@@ -20,17 +20,15 @@ def attention(seen: set[str], drop: str = "", caller: Any = integration) -> Iter
     """The model's attention is ours; of each call one argument is dropped. Gives the number of calls."""
     calls = [0]
 
-    def spied(*operands: torch.Tensor, of: Any = cutlass_fmha.attention, **arguments: Any) -> torch.Tensor:
+    def spied(*operands: torch.Tensor, of: Any = cutlass_fmha.attention, **arguments: Any) -> Any:
         calls[0] += 1
         if drop == "causal":
             arguments["causal"] = False
         elif drop:
             arguments.pop(drop, None)
-        empty = {name for name, x in arguments.items() if not torch.is_tensor(x) and x in (None, False, 0.0)}
-        given = arguments.keys() - empty
+        given = {name for name, x in arguments.items() if torch.is_tensor(x) or x not in (None, False, 0.0)}
         seen.update(given - {"scale", "layout"})
-        found: torch.Tensor = of(*operands, **arguments)
-        return found
+        return of(*operands, **arguments)
 
     packed = functools.partial(spied, of=packed_attention)
     with (

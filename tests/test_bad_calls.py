@@ -19,7 +19,7 @@ from tensors import ints
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-import cutlass_fmha
+import cutlass_fmha as fmha
 from cutlass_fmha import UnsupportedError, attention, features, scaled_dot_product_attention
 from cutlass_fmha.arguments.signature import FOREIGN
 from cutlass_fmha.ops import dispatcher
@@ -64,43 +64,47 @@ SIDE_BY_SIDE = torch.zeros(2, 3, 2, 4, 5, 16).transpose(0, 1)
 OPS = torch.ops.cutlass_fmha
 CACHES, ANGLES = {"k_cache": K, "v_cache": V}, {"cos": COS, "sin": COS}
 PACKING = {**CACHES, "cache_seqlens": ints(0, 3), "cu_seqlens_q": ints(0, 1, 4)}
+CALL, RESULTS = {"q": Q, "k": K, "v": V}, {"out": OUT, "lse": LSE, "return_lse": True}
+SAID = {"softcap": 1.0, "seqused_k": ints(1, 2), "cache_batch_idx": ints(0, 1)}
+SAID |= dict.fromkeys(("alibi_slopes", "sinks"), torch.ones(4))
+TWELVE = ints(*range(12)).view(2, 6)
+SIZES = ("batch", "num_heads", "seqlen_q", "seqlen_k")
 OP = {"query": Q, "key": K, "value": V, "scale": 1.0, "causal": "none", "return_lse": True, "row": None}
 #: What is called, and its arguments where nothing is wrong.
 BAD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "attention": (attention, {"q": Q, "k": K, "v": V}),
+    "attention": (attention, CALL),
+    "features": (attention, {**CALL, **SAID, **RESULTS}),
+    "varlen": (attention, VARLEN),
+    "paged": (attention, {"q": Q, **PAGES}),
     "sdpa": (scaled_dot_product_attention, {"query": S, "key": S, "value": S}),
-    "with_kv_cache": (cutlass_fmha.with_kv_cache, {"q": Q, **CACHES}),
-    "append": (cutlass_fmha.with_kv_cache, {"q": Q, **CACHES, "k": NEW, "v": NEW, "cache_seqlens": 3}),
+    "with_kv_cache": (fmha.with_kv_cache, {"q": Q, **CACHES}),
+    "append": (fmha.with_kv_cache, {"q": Q, **CACHES, "k": NEW, "v": NEW, "cache_seqlens": 3, "return_lse": True}),
     "append_kv_": (OPS.append_kv_, {**CACHES, "key": NEW, "value": NEW, "cache_seqlens": ints(0, 3)}),
-    "packed append": (
-        cutlass_fmha.with_kv_cache, {**PACKING, "q": PACKED["q"][:4], "k": PACKED_NEW, "v": PACKED_NEW},
-    ),
+    "packed append": (fmha.with_kv_cache, {**PACKING, "q": PACKED["q"][:4], "k": PACKED_NEW, "v": PACKED_NEW}),
     "packed append_kv_": (OPS.append_kv_, {**PACKING, "key": PACKED_NEW, "value": PACKED_NEW}),
-    "cascade": (cutlass_fmha.cascade_attention, {"q": Q, "k_shared": K[0], "v_shared": V[0], "k": K, "v": V}),
-    "merge_states": (cutlass_fmha.merge_states, {"o_a": Q, "lse_a": LSE, "o_b": Q, "lse_b": LSE}),
-    "rotary": (cutlass_fmha.rotary, {"x": Q, **ANGLES, "positions": ints(0, 1)}),
-    "packed rotary": (
-        cutlass_fmha.rotary, {"x": PACKED["q"], **ANGLES, "positions": ints(0, 1), "cu_seqlens": CU_Q},
-    ),
-    "rotary_qk": (cutlass_fmha.rotary_qk, {"q": Q, "k": NEW6, **ANGLES}),
-    "qk_norm_rope": (cutlass_fmha.qk_norm_rope, {"q": Q, "k": NEW6, **ANGLES, "q_weight": WEIGHT}),
-    "norm append": (
-        cutlass_fmha.qk_norm_rope,
-        {"q": Q, "k": NEW6, "v": NEW6, **ANGLES, **CACHES, "cache_seqlens": ints(0, 3)},
-    ),
-    "dropout_mask": (
-        cutlass_fmha.dropout_mask,
-        {"dropout_seed": 1, "batch": 1, "num_heads": 1, "seqlen_q": 1, "seqlen_k": 1, "dropout_p": 0.5},
-    ),
-    "explain": (cutlass_fmha.explain, {"q": Q, "k": K, "v": V}),
-    "shape": (cutlass_fmha.explain, {"shape": (1, 8, 4, 64), "device": "l4"}),
+    "cascade": (fmha.cascade_attention, {"q": Q, "k_shared": K[0], "v_shared": V[0], "k": K, "v": V}),
+    "merge_states": (fmha.merge_states, {"o_a": Q, "lse_a": LSE, "o_b": Q, "lse_b": LSE}),
+    "rotary": (fmha.rotary, {"x": Q, **ANGLES, "positions": ints(0, 1)}),
+    "packed rotary": (fmha.rotary, {"x": PACKED["q"], **ANGLES, "positions": ints(0, 1), "cu_seqlens": CU_Q}),
+    "rotary_qk": (fmha.rotary_qk, {"q": Q, "k": NEW6, **ANGLES}),
+    "qk_norm_rope": (fmha.qk_norm_rope, {"q": Q, "k": NEW6, **ANGLES, "q_weight": WEIGHT}),
+    "norm append": (fmha.qk_norm_rope, {"q": Q, "k": NEW6, "v": NEW6, **ANGLES, **CACHES, "cache_seqlens": ints(0, 3)}),
+    "dropout_mask": (fmha.dropout_mask, {**dict.fromkeys(SIZES, 1), "dropout_seed": 1, "dropout_p": 0.5}),
+    "explain": (fmha.explain, CALL),
+    "shape": (fmha.explain, {"shape": (1, 8, 4, 64), "device": "l4"}),
     "backward": (
         OPS.attend_backward,
-        {"dout": Q, **OP, "output": Q, "softmax_lse": LSE, "dlse": None, "return_lse": ...},
+        {"dout": Q, **OP, "output": Q, "softmax_lse": LSE, "dlse": LSE, "return_lse": ...},
     ),
     "forward": (OPS.forward, OP),
     "attend": (OPS.attend, OP),
-}  # fmt: skip
+}
+
+
+def in_every_second_place(x: Tensor) -> Tensor:
+    """The same numbers with others between them."""
+    return torch.stack((x, x), -1).flatten(-2)[..., ::2]
+
 
 Alike = list[tuple[type[Exception], str, Any, dict[str, str]]]
 Refusals = dict[tuple[str, type[Exception]], list[tuple[dict[str, Any], str]]]
@@ -114,7 +118,6 @@ REFUSED: Refusals = {
         ({"max_seqlen_k": True}, "max_seqlen_k must be an int or None, got bool"),
         ({"dropout_p": 0.1, "dropout_seed": 1.5}, "dropout_seed must be an int or None, got float"),
         ({"window": (1, 2, 3)}, r"window must be a pair \(left, right\) or None, got \(1, 2, 3\)"),
-        ({"window": (1.0, 2)}, "window_left must be an int or None, got float"),
         ({"block_mask": BLOCKS[0]}, r"block_mask must be a triple \(block_counts, .* got Tensor"),
         ({"block_mask": (*BLOCKS[:2], 64)}, r"block_mask must end with a pair \(block_m, block_n\), got 64"),
         ({"block_mask": (None, BLOCKS[1], (4, 4))}, "block_counts must be a torch.Tensor or .* got NoneType"),
@@ -125,29 +128,28 @@ REFUSED: Refusals = {
         ({"window": [Q] * 9}, r"window must be .* got \[Tensor, .*, \.\.\.\]"),
     ],
     ("attention", ValueError): [
-        ({"out": OUT[:1]}, r"out must have shape \(2, 6, 4, 16\), got \(1, 6, 4, 16\)"),
         ({"out": OUT, "layout": "bhsd", "k": Q, "v": Q[..., :8]}, r"out must have shape \(2, 6, 4, 8\), got"),
-        ({"out": torch.zeros(2, 6, 16, 4).mT}, "out must be contiguous in its last .* a stride of 4 there"),
         ({"out": OUT[:, :1].expand(OUT.shape)}, r"out .* neither be expanded .* strides \(384, 0, 16, 1"),
         ({"out": OUT.as_strided(Q.shape, (64, 64, 16, 1))}, "out is written to, .* that share memory"),
-        ({"lse": LSE.double(), "return_lse": True}, "lse must be float32, as the result is, got float64"),
-        ({"lse": LSE.mT, "return_lse": True}, r"lse must have shape \(2, 4, 6\), got \(2, 6, 4\)"),
         ({"lse": WIDE_LSE, "return_lse": True, "softcap": 1.0}, r"lse must be contiguous.* \(28, 7, 1\)"),
         ({"q": Q[0]}, r"q must have 4 dimensions, \[batch, .* num_heads, head_dim\], got shape \(6, 4, 16\)"),
-        ({"k": K[0], "layout": "bhsd"}, r"k must have 4 dimensions, \[batch, num_heads, seqlen, head_dim\]"),
+        *[
+            ({"k": K[0], "layout": "bhsd", "softcap": x}, r"k .* 4 .* \[batch, num_heads, seqlen, head_dim")
+            for x in (0, 1.0)
+        ],
         ({"v": V[:1]}, "v must have q's batch size 2, got 1"),
         ({"k": K[..., :8]}, r"k must have q's head_dim \(last dimension\) 16, got 8"),
-        ({"v": V[..., :0]}, r"v must have a head_dim \(last dimension\) of at least 1, got 0"),
+        *[({x: Q[..., :0]}, rf"{x} must have a head_dim \(last dimension\) of at least 1, got 0") for x in "qv"],
         ({"v": V[:, :3]}, "v must have k's seqlen 10, got 3"),
         ({"v": V[:, :, :1]}, "v must have k's num_heads 2, got 1"),
         ({"q": Q[:, :, :3]}, "k must have a number of heads that divides q's 3, got 2"),
         ({"k": K[:, :, :0], "v": V[:, :, :0]}, "k must have a number of heads that divides q's 4, got 0"),
-        ({"q": Q[..., :0]}, r"q must have a head_dim \(last dimension\) of at least 1, got 0"),
-        ({"k": K.transpose(2, 3).contiguous().transpose(2, 3)}, r"k must be contiguous .* pass k.contig"),
-        ({"scale": math.nan}, "scale must be finite and of magnitude 2e38 at most, got nan"),
-        ({"scale": -3e38}, "scale must be finite and of magnitude 2e38 at most, got -3e.38"),
-        ({"causal": 1}, "causal must be .* got 1"),
-        ({"layout": ["bshd"]}, "layout must be .* got \\['bshd'\\]"),
+        *[
+            ({"scale": x}, "scale must be .* of magnitude 2e38 at most, got -?[3i]")
+            for x in (-3e38, 10**400, -(10**400))
+        ],
+        *[({"causal": x}, f"causal must be .* got {told}$") for x, told in ((1, "1"), (ARRAY, "ndarray"))],
+        *[({"layout": x}, "layout must be .* got .*b+") for x in (["bshd"], "b" * 999)],
         ({**PAGES, "cu_seqlens_k": CU_K}, "page_table and cu_seqlens_k exclude each other: both"),
         ({**PAGES, "cache_batch_idx": ints(0, 1)}, "page_table and cache_batch_idx exclude each other"),
         ({**VARLEN, "cache_batch_idx": ints(0, 1)}, "cache_batch_idx and cu_seqlens_k exclude each"),
@@ -160,33 +162,22 @@ REFUSED: Refusals = {
         ({**PACKED_Q, "block_mask": BLOCKS}, "block_mask with packed sequences needs max_seqlen_q"),
         ({"window": (-2, 3)}, r"window_left must be -1 \(no limit\) or 0 to 2\*\*29, got -2"),
         ({"window": (3, 2**29 + 1)}, r"window_right must be -1 \(no limit\) or 0 to 2\*\*29, got 536870913"),
-        ({"softcap": -1.0}, r"softcap must be 0 \(none\) or positive, 2e38 at most, got -1.0"),
-        ({"softcap": math.inf}, r"softcap must be 0 \(none\) or positive, 2e38 at most, got inf"),
-        ({"softcap": math.nan}, r"softcap must be 0 \(none\) or positive, 2e38 at most, got nan"),
-        ({"dropout_p": 1}, "dropout_p must be at least 0 and less than 1, got 1.0"),
-        ({"dropout_p": -0.1}, "dropout_p must be at least 0 and less than 1, got -0.1"),
+        *[({"softcap": x}, rf"softcap must be 0 \(none\) or positive, .* got {x}") for x in (-1.0, math.inf, math.nan)],
+        *[({"dropout_p": x}, f"dropout_p must be at least 0 and less than 1, got {x}") for x in (1.0, -0.1)],
         ({"num_splits": 65}, "num_splits must be 1 to 64 or None, got 65"),
+        ({"num_splits": 0}, "num_splits must be 1 to 64 .* None has a number chosen"),
         ({"dropout_p": 0.1, "dropout_seed": 2**63}, "dropout_seed must fit .* bits, got 9223372036854775808"),
         ({**VARLEN, "max_seqlen_q": -1}, r"max_seqlen_q must be 0 to 2\*\*29, got -1"),
         ({"cu_seqlens_q": CU_Q}, r"q must have 3 dimensions, \[total tokens, .* cu_seqlens_q, got shape"),
         ({"cu_seqlens_k": CU_K}, r"k must have 3 dimensions, .* cu_seqlens_k, got shape \(2, 10, 2, 16\)"),
         ({**PACKED, "softcap": 1.0}, r"q .* 4 dimensions, \[batch, seqlen, num_heads, head_dim\], got shape"),
         ({"v": V[0], "page_table": TABLE, "k": PAGED["k"]}, r"v must have 4 dimensions, \[pages, page size,"),
-        ({"softcap": 1.0, "layout": "bhsd", "k": K[0]}, r"k must .* dimensions, \[batch, num_heads, seqlen"),
-        ({"softcap": 1.0, "k": K[..., :8]}, r"k must have q's head_dim \(last dimension\) 16, got 8"),
         ({"softcap": 1.0, "v": V[:, :3]}, r"v must have k's shape but for the last dimension, \(2, 10, 2\),"),
-        ({"softcap": 1.0, "q": Q[:, :, :3]}, "k must have a number of heads that divides q's 3, got 2"),
         ({"softcap": 1.0, "k": K[:1], "v": V[:1]}, "k must have q's batch size 2, got 1"),
         ({**PACKED_Q, "cu_seqlens_q": ints(0, 5, 6, 12)}, "k must have cu_seqlens_q's batch size 3, got 2"),
-        ({"softcap": 1.0, "v": torch.zeros(2, 10, DIM, 2).mT}, r"v must be contiguous .* pass v.contiguous"),
-        ({**{x: PAGED[x][:, :0] for x in "kv"}, "page_table": TABLE}, "k must .* multiple of 16 keys, got 0"),
-        ({**{x: PAGED[x][:, :10] for x in "kv"}, "page_table": TABLE}, "k .* a multiple of 16 keys, got 10"),
-        ({"prefix_lengths": ints(1, 2).view(2, 1)}, r"prefix_lengths must have shape \(2,\), got \(2, 1\)"),
-        ({"cache_batch_idx": ints(1, 2, 3, 4)[::2]}, "cache_batch_idx .* contiguous: pass cache_batch_idx"),
-        ({**VARLEN, "cu_seqlens_q": CU_Q.long()}, "cu_seqlens_q must be int32, got int64"),
+        *[({**PAGES, "k": K[:, :n], "v": V[:, :n]}, f"k must .* multiple of 16 keys, got {n}") for n in (0, 10)],
         ({**VARLEN, "cu_seqlens_q": ints()}, r"cu_seqlens_q must have shape \[batch \+ 1\], got \(0,\)"),
         ({**VARLEN, "cu_seqlens_k": ints(0, 20)}, r"cu_seqlens_k must have shape \(3,\), got \(2,\)"),
-        ({**PAGES, "page_table": TABLE.long()}, "page_table must be int32, got int64"),
         ({**PAGES, "page_table": TABLE[0]}, r"page_table must have 2 .* \[batch, pages\], got shape \(2,\)"),
         ({**PAGES, "page_table": TABLE.T}, "page_table must be contiguous in its last dimension"),
         ({**PAGES, "page_table": TABLE[:1]}, r"page_table must have a .* of 2 sequences, got shape \(1, 2\)"),
@@ -195,23 +186,18 @@ REFUSED: Refusals = {
         ({"mask": MASK[None, None, None]}, r"mask must be broadcastable to .* got shape \(1, 1, 1, 6, 10\)"),
         ({"bias": BIAS.half()}, "bias must have q's dtype float32, got float16"),
         ({"bias": BIAS.expand(3, 1, 6, 10)}, r"bias must be broadcastable to .* got shape \(3, 1, 6, 10\)"),
-        ({"alibi_slopes": torch.ones(4).half()}, "alibi_slopes must be float32, got float16"),
         ({"alibi_slopes": torch.ones(2)}, r"alibi_slopes must have shape \(4,\) or \(2, 4\), got \(2,\)"),
         ({"sinks": torch.ones(4).half()}, "sinks must be float32 or of the tensors' dtype .* got float16"),
         ({"sinks": torch.ones(2)}, r"sinks must have shape \(4,\), got \(2,\)"),
-        ({"sinks": torch.ones(8)[::2]}, r"sinks must be contiguous: pass sinks.contiguous\(\)"),
-        ({"dropout_p": 0.1, "dropout_seed": ints(3)}, r"dropout_seed must be int64 .* int32 of shape \(1,\)"),
-        ({"dropout_p": 0.1, "dropout_seed": torch.tensor(3)}, r"dropout_seed must be .* int64 of shape \(\)"),
+        *[
+            ({"dropout_p": 0.1, "dropout_seed": x}, f"dropout_seed must be int64 of shape .*, got {told}")
+            for x, told in ((ints(3), r"int32 of shape \(1,\)"), (torch.tensor(3), r"int64 of shape \(\)"))
+        ],
         ({"block_mask": (*BLOCKS[:2], (0, 4))}, r"block_mask must have blocks of at least 1 query and 1 key"),
         ({"block_mask": (BLOCKS[0].long(), *BLOCKS[1:])}, "block_counts must be int32, got int64"),
         ({"block_mask": (BLOCKS[0][..., :1], *BLOCKS[1:])}, r"block_counts .* query blocks, got \(1, 1, 1\)"),
         ({"block_mask": (BLOCKS[0], BLOCKS[0], (4, 4))}, r"block_indices must have .* entries at most\] .*"),
         ({"block_mask": (BLOCKS[0].expand(1, 3, 2), *BLOCKS[1:])}, r"block_counts must .* got \(1, 3, 2\)"),
-        ({"causal": ARRAY}, "causal must be .* got ndarray$"),
-        ({"layout": "b" * 999}, "layout must be"),
-        ({"scale": 10**400}, "scale must be finite .* got inf"),
-        ({"scale": -(10**400)}, "scale must be finite .* got -inf"),
-        ({"num_splits": 0}, "num_splits must be 1 to 64 .* None has a number chosen"),
     ],
     ("sdpa", TypeError): [({"softmax_scale": 1.0}, "softmax_scale")],
     ("sdpa", ValueError): [
@@ -254,8 +240,7 @@ REFUSED: Refusals = {
         ({"offsets": 7}, "rotary_cos has positions 0 to 11, and a row has position 12"),
         ({"offsets": 2**31}, "offsets must fit in 32 bits, got 2147483648"),
         ({"inplace": True, "out": (Q, NEW6)}, "inplace and out exclude each other"),
-        ({"offsets": 1, "positions": ints(*range(12)).view(2, 6)}, "offsets and positions exclude"),
-        ({"offsets": ints(0, 1), "positions": ints(*range(12)).view(2, 6)}, "exclude each other"),
+        *[({"offsets": x, "positions": TWELVE}, "offsets and positions exclude each other") for x in (1, ints(0, 1))],
         ({"positions": ints(0, 1)}, r"positions must be int32 with a number for each row, \(2, 6\)"),
         ({"cu_seqlens": CU_Q}, "q must be packed"),
         ({"k": NEW6[..., :1, :].expand_as(NEW6), "inplace": True}, "k is written to, and must neither be"),
@@ -282,23 +267,17 @@ REFUSED: Refusals = {
     ],
     ("packed rotary", ValueError): [
         ({"x": Q}, r"x must have 3 dimensions, \[total, num_heads, head_dim\], got shape"),
-        ({"x": Q, "positions": 0}, r"x must have 3 dimensions, \[total, num_heads, head_dim\], got shape"),
         ({"cu_seqlens": CU_K[0], "positions": 0}, r"cu_seqlens must have shape \[batch \+ 1\], got \(\)"),
-        ({"cu_seqlens": ints(0, 12)}, r"positions must have shape \(1,\), got \(2,\)"),
-        ({"positions": 12}, "rotary_cos has positions 0 to 11, and a row has position 12"),
     ],
     ("append", TypeError): [
         *[({"cache_seqlens": x}, f"cache_seqlens must be .* got {type(x).__name__}") for x in (True, 3.0)],
         ({**TURNED, "rotary_seqlens": [1]}, r"rotary_seqlens must be an int32 tensor .* or an int, got list"),
     ],
     ("append", ValueError): [
-        ({"lse": LSE[:1], "return_lse": True}, r"lse must have shape \(2, 4, 6\), got \(1, 4, 6\)"),
         ({"cache_seqlens": 2**70}, "cache_seqlens must"),
         ({"cache_seqlens": 9}, "cache_seqlens must leave room for 2 new rows"),
         ({"cache_seqlens": ...}, "cache_seqlens is None"),
         ({"v": ...}, "k and v go together"),
-        ({"k": torch.tensor(1.0)}, "k must have 4 dimensions"),
-        ({"rotary_cos": torch.tensor(1.0)}, "rotary_cos must have 2 dimensions"),
         ({"k": None, "v": None, "cache_seqlens": -1}, "leave room for 0 new rows among the 10 .* got -1"),
         ({**TURNED, "cache_seqlens": 8}, "rotary_cos has positions 0 to 8, and a row has position 9"),
         ({**TURNED, "rotary_seqlens": 8}, "rotary_cos has positions 0 to 8, and a row has position 9"),
@@ -309,16 +288,11 @@ REFUSED: Refusals = {
         ({"q": Q}, r"q must have 3 dimensions, \[total_q, num_heads, head_dim\], got shape \(2, 6, 4, 16\)"),
         ({"k": NEW}, r"k must have 3 dimensions, \[total_q, num_heads_kv, head_dim\], got shape"),
         ({"k": PACKED_NEW[1:]}, "k must be packed as q, with 4 rows, got 3: cu_seqlens_q is about both"),
-        ({"v": PACKED_NEW[1:]}, "value must have key's shape but for the last dimension"),
         ({"v": NEW}, r"value must have 3 dimensions, \[total_q, num_heads_kv, head_dim\]"),
         ({"cu_seqlens_q": CU_Q[None]}, r"cu_seqlens_q must have shape \[batch \+ 1\], got \(1, 3\)"),
-        ({"cu_seqlens_q": ints(0, 0, 1, 1, 4)[::2]}, "cu_seqlens_q must be contiguous: pass cu_seqlens_q"),
-        ({"cu_seqlens_q": ints(0, 4)}, r"cache_seqlens must have shape \(1,\), got \(2,\)"),
         ({"cu_seqlens_q": ints(0, 4), "cache_seqlens": 3}, "k_cache must have cu_seqlens_q's batch size 1"),
         ({"max_seqlen_k": 4, "cache_seqlens": ..., "k": ..., "v": ...}, "max_seqlen_k is only taken with"),
         ({"cu_seqlens_q": ...}, "q must have 4 dimensions"),
-        ({"cache_seqlens": 11}, "cache_seqlens must leave room for 0 new rows among the 10 .* got 11"),
-        ({**TURNED, "cache_seqlens": 9}, "rotary_cos has positions 0 to 8, and a row has position 9"),
     ],
     ("packed append_kv_", ValueError): [
         ({"key": NEW}, r"key must have 3 dimensions, \[total_q, num_heads_kv, head_dim\]"),
@@ -332,37 +306,20 @@ REFUSED: Refusals = {
     ("cascade", ValueError): [({"k_shared": K}, r"k_shared must have 3 dimensions, \[seqlen_shared, num_heads_kv")],
     ("merge_states", ValueError): [
         ({"out": OUT[..., :8]}, r"out must have shape \(2, 6, 4, 16\), got \(2, 6, 4, 8\)"),
-        ({"lse": LSE.mT.contiguous().mT}, "lse must be contiguous in its last dimension, got a stride of 4"),
         ({"o_a": torch.tensor(1.0)}, r"o_a must have shape .* got \(\)"),
-        ({"o_b": Q.half()}, "o_b must have o_a's dtype float32, got float16"),
-        ({"lse_a": LSE.double()}, "lse_a must be float32, got float64"),
-        ({"lse_b": LSE[0]}, r"lse_b must have shape \(2, 4, 6\)"),
         ({"o_b": Q[..., :8]}, r"o_b must have o_a's shape \(2, 6, 4, 16\), got \(2, 6, 4, 8\)"),
         ({"o_a": Q.int(), "o_b": Q.int()}, "o_a must be float16 or"),
-        ({"o_a": Q.repeat(1, 1, 1, 2)[..., ::2]}, "o_a must be contiguous in its last .* stride of 2"),
     ],
     ("rotary", ValueError): [
         ({"positions": 99}, "rotary_cos has positions 0 to 11, and a row has position 104"),
-        ({"x": Q.int()}, "x must be float16 or"),
-        ({"positions": -1}, "rotary_cos has positions 0 to 11, and a row has position -1"),
         ({"cos": torch.ones(12, 17), "sin": torch.ones(12, 17)}, "half of x's head_dim 16 .* 17"),
+        ({"cos": COS[0]}, "rotary_cos must have 2 dimensions"),
         ({"cos": COS[:11]}, r"rotary_sin must have rotary_cos's shape \(11, 8\)"),
         ({"sin": COS.half()}, "rotary_sin must have x's dtype float32 or float32, got float16"),
-        ({"cos": COS[0]}, "rotary_cos must have 2 dimensions"),
         ({"x": torch.randn(2, 13, 4, 16)}, "rotary_cos must have a position for each of x's 13 rows, got 12"),
     ],
-    ("forward", ValueError): [
-        ({"value": V[:, :3]}, "value must have key's seqlen 10, got 3"),
-        ({"value": torch.zeros(2, 10, DIM, 2).mT}, "value must be contiguous in its last dimension"),
-    ],
-    ("backward", ValueError): [
-        ({"dout": Q[:, :, :2]}, r"dout must have shape \(2, 6, 4, 16\)"),
-        ({"output": Q[..., 0]}, r"output must have shape \(2, 6, 4, 16\)"),
-        ({"softmax_lse": LSE.mT}, r"softmax_lse must have shape \(2, 4, 6\)"),
-        ({"softmax_lse": LSE.half()}, "softmax_lse must be float32, got float16"),
-        ({"dlse": LSE[..., :5]}, r"dlse must have shape \(2, 4, 6\)"),
-        ({"key": K[:, :, :1]}, "value must have key's"),
-    ],
+    ("forward", ValueError): [({"value": V[:, :3]}, "value must have key's seqlen 10, got 3")],
+    ("backward", ValueError): [({"key": K[:, :, :1]}, "value must have key's")],
     ("attend", ValueError): [
         ({"dropout_p": 0.1}, "dropout_p is only taken with dropout_seed"),
         ({"block_counts": BLOCKS[0]}, "block_counts is only taken with block_indices"),
@@ -404,7 +361,6 @@ REFUSED: Refusals = {
         ({"window": ("a", 3)}, "window_left must be an int or None, got str"),
         ({"softcap": 3.0}, "explain got 'softcap', which says nothing of a shape"),
         ({"sm_count": 4}, "takes arch with or without sm_count, or device, but not both"),
-        ({"arch": 89}, "but not both"),
     ],
     ("dropout_mask", ValueError): [
         ({"dropout_p": 1.0}, "dropout_p must be at least 0 and less than 1, got 1.0"),
@@ -416,20 +372,18 @@ REFUSED: Refusals = {
         ({"seqlen_q": 2.0}, "seqlen_q must be an int, got float"),
         ({"dropout_seed": None}, "dropout_seed must be an int or a torch.Tensor, got NoneType"),
     ],
-    ("merge_states", NotImplementedError): [({"o_a": LEAF}, "no backward yet")],
-    ("append_kv_", NotImplementedError): [({"key": NEW.clone().requires_grad_()}, "no backward yet")],
-    ("rotary", NotImplementedError): [({"x": LEAF}, "no backward yet")],
+    **{
+        (name, NotImplementedError): [({x: BAD[name][1][x].clone().requires_grad_()}, "no backward yet")]
+        for name, x in (("merge_states", "o_a"), ("append_kv_", "key"), ("rotary", "x"))
+    },
     ("append_kv_", ValueError): [
         ({"v_cache": K[:, :9]}, r"v_cache must have k_cache's shape but for .* \(2, 10, 2\)"),
         ({"value": NEW[:, :1]}, "value must have key's shape but for the last dimension"),
-        ({"key": NEW[:, :, :1], "value": NEW[:, :, :1]}, r"k_cache's heads and head_dim \(2, 16\)"),
         ({"value": NEW[..., :8]}, r"v_cache's heads and head_dim \(2, 16\), got \(2, 8\)"),
         ({"k_cache": K[:1], "v_cache": V[:1]}, "batch size 2 without cache_batch_idx, got 1"),
         ({"k_cache": K[:1].expand(2, -1, -1, -1)}, "k_cache is written to and must not"),
-        ({"cache_seqlens": ints(1, 2, 3, 4)[::2]}, "cache_seqlens must be contiguous"),
         ({"page_table": TABLE[0]}, "page_table must have 2 dimensions"),
         ({"page_table": TABLE[:1]}, "page_table must be int32 with a row for"),
-        ({"page_table": TABLE.long()}, "page_table must be int32 .*, got int64"),
         ({"page_table": TABLE}, "k_cache must have pages of a multiple of 16 keys, got 10"),
         ({"page_table": TABLE, "cache_batch_idx": ints(0, 1)}, "exclude each other"),
         ({"rotary_cos": COS}, "rotary_cos and rotary_sin go together"),
@@ -456,12 +410,8 @@ REFUSED_ON_CPU: Refusals = {
         (DOCUMENTS | {"cu_seqlens_k": CU_K}, "cu_seqlens_k is not taken with jagged tensors, which say it"),
         (dict.fromkeys("qkv", HOLES) | {"seqused_q": ints(1, 1)}, "seqused_q is not taken with jagged"),
         (DOCUMENTS | {"max_seqlen_k": 4}, "max_seqlen_k is 4, and cu_seqlens_k has a sequence of 5"),
-        ({"v": V.to("meta")}, "v must be on q's device cpu, got meta"),
         ({"q": IMAGINARY, "k": IMAGINARY, "v": IMAGINARY}, "q must be float16 or bfloat16 .* got complex64"),
-        ({"seqused_k": ints(1, 2).to("meta")}, "seqused_k must be on q's device cpu, got meta"),
-        ({**VARLEN, "cu_seqlens_q": ints(0, 6, 13)}, r"cu_seqlens_q must rise from 0 to .* got \[0, 6, 13\]"),
         ({**VARLEN, "cu_seqlens_k": ints(0, 10, 9)}, r"cu_seqlens_k must rise from 0 to .* got \[0, 10, 9\]"),
-        ({**VARLEN, "cu_seqlens_q": ints(-1, 6, 12)}, "cu_seqlens_q must rise from 0 to 12 at most"),
         ({**VARLEN, "max_seqlen_q": 5}, "max_seqlen_q is 5, and cu_seqlens_q has a sequence of 6"),
         ({"seqused_k": ints(3, 6), "max_seqlen_k": 5}, "max_seqlen_k is 5, and seqused_k has a sequence of"),
         ({"cache_batch_idx": ints(0, 2)}, "cache_batch_idx must hold numbers of 0 to 1, got 2"),
@@ -471,32 +421,13 @@ REFUSED_ON_CPU: Refusals = {
         ({"block_mask": (BLOCKS[0] * 2, *BLOCKS[1:])}, "block_indices must ascend"),
         ({"block_mask": (BLOCKS[0], BLOCKS[1] - 1, (4, 4))}, "block_indices .* numbers of 0 or more, got -1"),
     ],
-    ("attention", UnsupportedError): [({"row": "fwd", "softcap": 1.0}, "row fwd is a CUDA kernel, and the tensors")],
-    ("backward", ValueError): [({"dlse": LSE.to("meta")}, "dlse must be on query's device cpu, got meta")],
-    ("merge_states", ValueError): [
-        ({"lse_b": LSE.to("meta")}, "lse_b must be on o_a's device cpu, got"),
-        ({"out": Q}, "out must not share memory with o_a, which is read or written in the same call"),
-        ({"out": OUT, "lse": OUT.flatten()[:48].view(LSE.shape)}, "lse must not share memory with out"),
-    ],
-    ("append", ValueError): [
-        ({"out": Q}, "out must not share memory with q, which"),
-        ({"q": torch.zeros(2, 4, 4, 16), "out": K[:, :8].view(2, 4, 4, 16)}, "out .* with k_cache"),
-    ],
-    ("rotary", ValueError): [
-        ({"out": Q}, "out must not share memory with x, which is read or written in the same call"),
-        ({"positions": ints(0, 99)}, "rotary_cos has positions 0 to 11, and a row has position 104"),
-    ],
-    ("packed rotary", ValueError): [
-        ({"cu_seqlens": ints(0, 6, 13)}, r"cu_seqlens must rise from 0 to 12 at most, got \[0, 6, 13\]"),
-        ({"positions": ints(0, 7)}, "rotary_cos has positions 0 to 11, and a row has position 12"),
-        ({"cu_seqlens": CU_Q.to("meta")}, "cu_seqlens must be on x's device cpu, got meta"),
-    ],
+    ("merge_states", ValueError): [({"out": OUT, "lse": OUT.flatten()[:48].view(LSE.shape)}, "lse .* memory with out")],
+    ("append", ValueError): [({"q": Q[:, :4], "out": K[:, :8].view(2, 4, 4, 16)}, "out .* memory with k_cache")],
+    ("rotary", ValueError): [({"positions": ints(0, 99)}, "has positions 0 to 11, and a row has position 104")],
     ("packed append", ValueError): [
-        ({"cu_seqlens_q": ints(0, 1, 5)}, r"cu_seqlens_q must rise from 0 to 4 at most, got \[0, 1, 5\]"),
         ({"cache_seqlens": 8}, "leave room for 3 new rows among the 10 .* got 8"),
         ({**TURNED, "cache_seqlens": 7}, "rotary_cos has positions 0 to 8, and a row has position 9"),
     ],
-    ("packed append_kv_", ValueError): [({"cu_seqlens_q": CU_Q.to("meta")}, "cu_seqlens_q must be on k_cache's dev")],
     ("append_kv_", ValueError): [
         ({"cache_seqlens": ints(3, 9)}, "leave room for 2 new rows among the 10 .* got 9"),
         *[({**POOL, "page_table": TABLE + n}, "page_table must name one of the cache's 4") for n in (9, -9)],
@@ -541,21 +472,40 @@ ALIKE: Alike = [
     (ValueError, 'must be "none", "top-left" or "bottom-right", got .left', "left", {
         "forward": "causal", "attend": "causal", "backward": "causal",
     }),
+    (ValueError, "must be contiguous in its last dimension", in_every_second_place, {
+        "attention": "k", "features": "v out lse", "forward": "value", "merge_states": "o_a",
+        "paged": "page_table",
+    }),
+    (ValueError, "must be contiguous: pass", in_every_second_place, {
+        "features": "sinks cache_batch_idx", "append_kv_": "cache_seqlens", "packed append": "cu_seqlens_q",
+    }),
+    (ValueError, "must be float32.* got float64", LSE.double(), {
+        "features": "lse alibi_slopes sinks", "merge_states": "lse_a", "backward": "softmax_lse",
+    }),
+    (ValueError, "must be float16 or", Tensor.int, {"rotary": "x"}),
+    (ValueError, r"must have shape \(2, 6, 4, 16\), got \(2, 6, 4\)", Q[..., 0], {
+        "attention": "out", "backward": "dout output", "append": "out", "merge_states": "out",
+    }),
+    (ValueError, r"must have shape \(2, 4, 6\),.* got \(1, 4, 6\)", LSE[:1], {
+        "features": "lse", "append": "lse", "merge_states": "lse_b", "backward": "softmax_lse dlse",
+    }),
+    (ValueError, "must have [24] dimensions", torch.tensor(1.0), {"append": "k rotary_cos"}),
     (ValueError, "must be finite and of magnitude", math.nan, {
         "sdpa": "scale", "forward": "scale", "attend": "scale", "backward": "scale",
     }),
-    (ValueError, "must be int32, got int64", torch.tensor([0, 1]), {
+    (ValueError, "must be int32,? .*got int64", torch.tensor([0, 1]), {
         "attention": "seqused_k", "append": "cache_seqlens", "append_kv_": "cache_seqlens", "rotary": "positions",
-        "packed rotary": "cu_seqlens", "packed append": "cu_seqlens_q",
+        "packed rotary": "cu_seqlens", "packed append": "cu_seqlens_q", "varlen": "cu_seqlens_q", "paged": "page_table",
     }),
     (ValueError, r"must have shape \(2,\), got \(1,\)", ints(0), {
-        "attention": "seqused_q leftpad_k", "with_kv_cache": "cache_seqlens", "append_kv_": "cache_seqlens",
-        "rotary": "positions", "rotary_qk": "offsets",
+        "attention": "seqused_q leftpad_k prefix_lengths", "with_kv_cache": "cache_seqlens", "rotary_qk": "offsets",
+        "append_kv_": "cache_seqlens", "rotary": "positions",
     }),
     (ValueError, "must have 4 dimensions", Q[0], {"with_kv_cache": "q", "cascade": "q", "rotary": "x"}),
     (ValueError, "must have q's dtype float32, got float16", Tensor.half, {
         "attention": "k v", "explain": "k", "rotary_qk": "k", "norm append": "k", "with_kv_cache": "k_cache",
     }),
+    (ValueError, "must have o_a's dtype float32, got float16", Tensor.half, {"merge_states": "o_b"}),
     (ValueError, "must have query's dtype float32, got float16", Tensor.half, {"sdpa": "key", "backward": "dout"}),
     (ValueError, "must have k_cache's dtype float32, got", Tensor.half, {"norm append": "v", "append_kv_": "key"}),
 ]  # fmt: skip
@@ -568,10 +518,20 @@ STRANGE = {
 }  # fmt: skip
 ALIKE_ON_CPU: Alike = [
     (UnsupportedError, "fwd is a CUDA kernel, and the tensors are on the CPU", "fwd", {
-        "attention": "row", "with_kv_cache": "row", "forward": "row",
+        "attention": "row", "features": "row", "with_kv_cache": "row", "forward": "row",
     }),
     (ValueError, "must hold numbers of 0 or more, got -1", ints(3, -1), {
         "attention": "seqused_k seqused_q leftpad_k prefix_lengths",
+    }),
+    (ValueError, "must not share memory with (o_a|q|x), which is read or written in the same call", Q, {
+        "merge_states": "out", "append": "out", "rotary": "out",
+    }),
+    (ValueError, r"must rise from 0 to (4|12) at most, got \[0, 6, 13\]", ints(0, 6, 13), {
+        "varlen": "cu_seqlens_q", "packed append": "cu_seqlens_q", "packed rotary": "cu_seqlens",
+    }),
+    (ValueError, "must be on .* device cpu, got meta", lambda x: x.to("meta"), {
+        "attention": "v", "features": "seqused_k", "backward": "dlse", "merge_states": "lse_b",
+        "packed rotary": "cu_seqlens", "packed append_kv_": "cu_seqlens_q",
     }),
     (NotImplementedError, "is a nested tensor, which no kernel takes: pack", NESTED, STRANGE),
     (NotImplementedError, "must be a dense tensor, got the layout sparse_coo: pass", Q.to_sparse(), STRANGE),
@@ -656,7 +616,7 @@ def test_a_bad_call_is_refused_in_a_sentence(
 STEPS = [
     call
     for call in CALLS + [each for each in CALLS_ON_CPU if each[3] in (TypeError, NotImplementedError)]
-    if BAD[call[0]][0] is cutlass_fmha.with_kv_cache and call[3] is not UnsupportedError
+    if BAD[call[0]][0] is fmha.with_kv_cache and call[3] is not UnsupportedError
 ]
 
 
@@ -699,7 +659,7 @@ def test_signatures_list_the_features():
     assert set(listed) == {"q", "k", "v", "scale", "causal", "return_lse", "layout", "row"} | said
     assert [name for name, each in listed.items() if each.kind != each.KEYWORD_ONLY] == ["q", "k", "v"]
     assert listed["window"].annotation == "tuple[int | None, int | None] | None"
-    for function in (cutlass_fmha.with_kv_cache, cutlass_fmha.cascade_attention):
+    for function in (fmha.with_kv_cache, fmha.cascade_attention):
         kinds = {each.kind for each in inspect.signature(function).parameters.values()}
         assert inspect.Parameter.VAR_KEYWORD not in kinds
     assert not set(FOREIGN) & set(listed)

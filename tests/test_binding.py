@@ -1,15 +1,20 @@
-"""The compiled extension: its table of rows, its arguments, its stubs, and what it needs from the system."""
+"""The compiled extension: its table of rows, its parameters, what launches nothing, its stubs, and what it needs from
+the system.
+
+A call that contradicts itself, or asks of a row what it doesn't do, is refused before anything is launched.
+"""
 
 from __future__ import annotations
 import __future__
 
 import ast
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,10 +22,9 @@ from typing import Any
 import elf
 import pytest
 import resources
-from test_binding_features import ANY_ROW, RIGHT
 
 from cutlass_fmha import _C
-from cutlass_fmha.dispatch.table import WIDE
+from cutlass_fmha.dispatch.table import PLAIN, WIDE
 
 ROOT = Path(__file__).resolve().parents[1]
 assert _C.__file__ is not None
@@ -49,9 +53,7 @@ def manifest_begins() -> list[str]:
 
 
 def test_the_build_holds_the_manifests_rows_for_its_architectures():
-    architectures = _C.build_info()["architectures"]
-    assert isinstance(architectures, list)
-    table = (*ROWS, *_C.backward_rows())
+    table, architectures = (*ROWS, *_C.backward_rows()), _C.build_info()["architectures"]
     names = [row.name for row in table]
     in_subset = resources.manifest_rows()
     assert ["_".join(name.split("_")[:3]) for name in in_subset] == manifest_begins()
@@ -65,14 +67,9 @@ def test_the_build_holds_the_manifests_rows_for_its_architectures():
 
 def test_every_architecture_has_every_dtype_and_head_dim_aligned_and_not():
     rows = [row for row in resources.whole_table() if row.family == "plain"]
-    architectures = {row.arch for row in ROWS}
-    assert {(row.arch, row.dtype, row.head_dim, row.copy == "element") for row in rows} == {
-        (arch, dtype, head_dim, by_element)
-        for arch in architectures
-        for dtype in ("float16", "bfloat16")
-        for head_dim in (32, 64, 96, 128, 192, 256)
-        for by_element in (False, True)
-    }
+    dtypes, head_dims = ("float16", "bfloat16"), (32, 64, 96, 128, 192, 256)
+    every = itertools.product({row.arch for row in ROWS}, dtypes, head_dims, (False, True))
+    assert {(row.arch, row.dtype, row.head_dim, row.copy == "element") for row in rows} == set(every)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.family not in WIDE], ids=lambda row: row.name)
@@ -87,8 +84,7 @@ def test_a_rows_attributes_agree_with_its_name(row: _C.Row):
     assert row.name == name
     assert ROWS[row.index].name == row.name
     assert (row.mma, row.element_bytes, row.threads) == ("m16n8k16", 2, 32 * row.warps)
-    aligned = {"cp_async_16": 16, "ldg_16": 16, "tma": 16, "element": 2}[row.copy]
-    assert row.alignment == (2 if row.scored else aligned)
+    assert row.alignment == (2 if row.scored or row.copy == "element" else 16)
     assert row.copy != "tma" or row.arch >= 90
     assert not row.dependent_launch or (row.arch >= 90 and row.kv_warps > 1)
     assert row.tile_m % (16 * row.warps // row.kv_warps) == 0, "a warp's mma has 16 rows"
@@ -100,8 +96,7 @@ def test_a_rows_attributes_agree_with_its_name(row: _C.Row):
 
 def test_build_info():
     info = _C.build_info()
-    assert {"cuda", "cuda_version", "nvcc_version", "cutlass_version"} <= set(info)
-    assert {"architectures", "proxy", "ptx_compiler"} <= set(info)
+    assert {"cuda", "cuda_version", "nvcc_version", "cutlass_version", "architectures", "ptx_compiler"} <= set(info)
     assert info["architectures"] == sorted({row.arch for row in ROWS})
     assert info["proxy"] in ({}, {120: 90})
     older = {f"{older}{own}" for older in ("80", "86", "80,86") for own in ("", ",89")}
@@ -120,47 +115,326 @@ def test_there_is_one_launch_one_attribute_cache_and_one_device_guard():
         assert sources.count(f"{what}(") == 1, what
 
 
-# ---- arguments ---------------------------------------------------------------------------------------------
+# ---- parameters -------------------------------------------------------------------------------------------
+
+SOMEWHERE = 4096
+#: A call that is right but for there being nothing at its addresses.
+RIGHT: dict[str, Any] = {
+    **dict.fromkeys("qkvo", SOMEWHERE),
+    **dict.fromkeys(("q_stride", "k_stride", "v_stride", "o_stride"), (1024, 64, 8)),
+    "batch": 2, "num_heads": 4, "num_heads_kv": 2, "seqlen_q": 10, "seqlen_k": 20, "head_dim": 16,
+    "head_dim_v": 8,
+}  # fmt: skip
+LSE = {"lse": SOMEWHERE, "lse_batch_stride": 40, "lse_head_stride": 10, "lse_rows": 80}
+SPLITS = {**LSE, "splits": 3, "partial_o": SOMEWHERE, "partial_lse": SOMEWHERE, "partial_low": SOMEWHERE}
+PAGES = {"page_table": SOMEWHERE, "page_size": 16, "page_table_stride": 2}
+BLOCKS = {"block_counts": SOMEWHERE, "block_indices": SOMEWHERE, "block_m": 512, "block_n": 512}
+#: What says on the device which rows and keys a tile has: a kernel waits before it reads one of these.
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "batch_index_k")
+LENGTHS += ("prefix_lengths", "block_counts")
+#: What not every row knows, and a value that says something.
+FEATURES: dict[str, dict[str, Any]] = {
+    **{name: {name: SOMEWHERE} for name in ("mask", "alibi_slopes", "sinks", *LENGTHS[:-1])},
+    "page_table": PAGES, "block_counts": BLOCKS, "splits": {**SPLITS, "splits": 2}, "pack": {"pack": 2},
+    "window_left": {"window_left": 3}, "softcap": {"softcap": 1.0},
+    "bias": {"bias": SOMEWHERE, "bias_type": "same_as_q"},
+    "dropout_threshold": {"dropout_threshold": 7, "dropout_seed": SOMEWHERE},
+}  # fmt: skip
+#: Of each family what its rows do not know.
+UNKNOWN: dict[str, Iterable[str]] = {
+    **dict.fromkeys(PLAIN, FEATURES),
+    "ranged": ("mask", "block_counts", "splits", "softcap", "alibi_slopes"),
+    "score_mod": ("mask", "block_counts", "splits"),
+    "masked": ("block_counts", "splits", "softcap", "alibi_slopes"),
+    "wide": (
+        "page_table", "window_left", "prefix_lengths", "mask", "block_counts", "softcap", "alibi_slopes",
+        "sinks", "dropout_threshold", "splits",
+    ),
+}  # fmt: skip
+#: Fields that nobody writes.
+DERIVED = {"schedule", "by_page_size", "by_pack", "by_group", "by_splits", "by_block_tiles", "bias_vectors"}
+DERIVED |= {"mask_vectors", "raw_scores", "block_tiles", "key_blocks", "keys_stand", "q_and", "q_xor"}
+DERIVED |= {"score_unit", "cap_scale", "cap_on_trial", "cap_terms", "keys_before"}
+#: What is derived and can be read.
+READ_ONLY = {"vectors", "device_lengths"}
+ONE_OF = ("cu_seqlens_k", "batch_index_k")
+ONE_TAIL = {"tail": SOMEWHERE, "tail_tiles": 1, "tail_parts": 2}
+TAIL = (*ONE_TAIL, "tail_first", "tail_rest")
 
 
-@pytest.mark.parametrize("arguments", [(0, None, 0, 0), (0.5, _C.AttentionParams(), 0, 0), (0, _C.Rotary(), 0, 0)])
-def test_a_call_of_another_form_is_a_type_error(arguments: tuple[Any, ...]):
-    with pytest.raises(TypeError):
-        _C.run(*arguments)
+def params(**changes: Any) -> _C.AttentionParams:
+    made = _C.AttentionParams()
+    for name, value in {**RIGHT, **changes}.items():
+        setattr(made, name, value)
+    return made
 
 
-def test_a_call_without_a_gpu_is_a_runtime_error_with_a_sentence():
-    # With the driver out of sight this also holds on a machine with a GPU.
-    found = in_a_process_without_gpu(
-        "try:\n"
-        f"    params = _C.AttentionParams()\n    for name, value in {RIGHT!r}.items():\n"
-        f"        setattr(params, name, value)\n    _C.run({ANY_ROW}, params, 0, 0)\n"
-        "except RuntimeError as error:\n"
-        "    print(error)"
+def run(row: _C.Row, **changes: Any) -> None:
+    dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim} if row.family in PLAIN else {}
+    _C.run(row.index, params(**{**dims, **changes}), 0, 0)
+
+
+def of(*families: str) -> list[_C.Row]:
+    return [row for row in ROWS if row.family in families]
+
+
+ALIGNED = [row for row in of("plain") if row.alignment == 16]
+SCORED, RANGED = of("scored", "few_query_scored"), of("ranged", "score_mod", "masked")
+TMA_RANGED = [row for row in RANGED if row.copy == "tma"]
+#: Those of any head dim, of which a build of all rows has others beside them.
+WIDE16, WIDE32 = (
+    [row for row in of("wide") if (row.dtype, row.head_dim) == (dtype, 1 << 16)] for dtype in ("float16", "float32")
+)
+BIAS = {"bias": SOMEWHERE, "bias_type": "same_as_q", "partial_o": SOMEWHERE}
+#: One that takes what is right here; a build without CUDA has none, and asks for none.
+ANY_ROW = max(SCORED, key=lambda row: (row.head_dim_v, row.tile_m)).index if SCORED else 0
+
+
+def declared_fields() -> dict[str, str]:
+    """Type of each field of the C++ struct."""
+    header = (ROOT / "src" / "features" / "params.h").read_text()
+    struct = re.search(r"struct FeatureParams \{(.*?)\n\};", header, re.DOTALL)
+    assert struct is not None
+    code = re.sub(r"//.*", "", struct[1])
+    found = {}
+    for statement in filter(None, (" ".join(part.split()) for part in code.split(";"))):
+        first, *others = statement.split(", ")
+        kind, _, name = first.rpartition(" ")
+        for each in (name, *others):
+            found[each.partition("[")[0]] = kind
+    return found
+
+
+def test_every_field_of_the_struct_is_there_and_what_is_written_is_read():
+    values: dict[str, Any] = {name: number for number, name in enumerate(TAIL, start=100)}
+    for number, (name, kind) in enumerate(declared_fields().items(), start=1):
+        count = {"Strides": 3, "ScoreStrides": 4}.get(kind, {"count_stride": 3, "alibi_stride": 2}.get(name))
+        one = {"bool": True, "BiasType": "float32", "float": float(number)}.get(kind, number)
+        if name not in DERIVED | READ_ONLY:
+            values[name] = one if count is None else tuple(range(number, number + count))
+    there = {name for name in vars(_C.AttentionParams) if not name.startswith("_")}
+    assert there - {"copy", "of_call"} == set(values) | READ_ONLY
+    made = params(**values)
+    assert {name: getattr(made, name) for name in values} == values
+    copied = made.copy()
+    made.q_stride, made.batch = (0, 0, 0), 0
+    assert {name: getattr(copied, name) for name in values} == values
+
+
+def test_a_call_gets_a_copy_of_its_own():
+    plan = params(batch=3, softcap=2.0)
+    made = plan.of_call(16, 32, 48, 64, 80, -0.5)
+    assert (made.q, made.k, made.v, made.o, made.lse, made.scale) == (16, 32, 48, 64, 80, -0.5)
+    assert (made.batch, made.softcap, made.q_stride) == (3, 2.0, plan.q_stride)
+    assert (plan.q, plan.lse, plan.scale) == (SOMEWHERE, 0, 1.0)
+    with pytest.raises(ValueError, match="scale must be a finite number of at most 2e38, got inf"):
+        plan.of_call(16, 32, 48, 64, 80, float("inf"))
+
+
+def test_16_byte_copies_are_never_taken_on_trust():
+    odd: list[dict[str, Any]] = [{"v": SOMEWHERE + 8}, {"o": SOMEWHERE + 2}, {"head_dim": 12}, {"head_dim_v": 1}]
+    odd += [{"k_stride": (1024, 4, 8)}, {"o_stride": (1023, 64, 8)}]
+    assert [changes for changes in odd if params(**changes).vectors(2)] == []
+    assert params().vectors(2) and params(bias=SOMEWHERE + 2, bias_type="same_as_q").vectors(2)
+    assert params(k_stride=(1024, 4, 8)).vectors(4), "as many bytes are fewer elements"
+
+
+def test_lengths_on_the_device_are_known_to_be_there():
+    addresses = [name for name, kind in declared_fields().items() if kind.endswith("*")]
+    assert {name for name in addresses if params(**{name: SOMEWHERE}).device_lengths} == set(LENGTHS)
+    for name in READ_ONLY:
+        with pytest.raises(AttributeError):
+            setattr(params(), name, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("batch", -1, "batch must be between 0 and 536870912, got -1"),
+        ("seqlen_k", 2**29 + 1, "seqlen_k must be between 0 and 536870912, got 536870913"),
+        ("head_dim", 0, "head_dim must be between 1 and"),
+        ("pack", 0, "pack must be between 1 and"),
+        *[("splits", n, f"splits must be between 1 and 64, got {n}") for n in (0, 65)],
+        ("window_left", 2**29 + 1, "window_left must be between -1 and 536870912"),
+        ("window_right", 2**40, "window_right must be between -1 and 536870912"),
+        ("dropout_threshold", 65536, "dropout_threshold must be between 0 and 65535, got 65536"),
+        ("lse_rows", -1, "lse_rows must be between 0 and"),
+        ("q_stride", (-8, 0, 0), "q_stride must be between 0 and"),
+        ("scale", float("nan"), "scale must be a finite number of at most 2e38, got nan"),
+        ("scale", -3e38, "scale must be a finite number of at most 2e38"),
+        ("softcap", -1.0, "softcap must be a finite number from 0 on of at most 2e38"),
+        ("dropout_scale", float("inf"), "dropout_scale must be a finite number from 0 on"),
+        ("bias_type", "float16", "bias_type must be none, same_as_q or float32, got float16"),
+    ],
+)
+def test_a_number_out_of_range_is_a_value_error_with_a_sentence(name: str, value: Any, sentence: str):
+    made = params()
+    before = getattr(made, name)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        setattr(made, name, value)
+    assert getattr(made, name) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_heads": 3}, "num_heads (3) must be a multiple of num_heads_kv (2)"),
+        ({"num_heads_kv": 0}, "num_heads (4) must be a multiple of num_heads_kv (0)"),
+        ({"pack": 4}, "pack must be 1 or num_heads / num_heads_kv, got 4 with 4 and 2 heads"),
+        ({"num_heads": 6, "pack": 3, "seqlen_q": 2**29}, "must be at most 2**30, got 536870912 times 3"),
+        *[({x: 0}, "q and o must be addresses") for x in "qo"],
+        ({"v": 0}, "k and v must be addresses"),
+        ({"k": SOMEWHERE + 1}, "k must be aligned to 2 bytes"),
+        ({"seqused_q": SOMEWHERE + 2}, "seqused_q must be aligned to 4 bytes"),
+        ({"dropout_seed": SOMEWHERE + 4}, "dropout_seed must be aligned to 8 bytes"),
+        *[({x: 4096}, "page_table and page_size go together") for x in ("page_size", "page_table")],
+        ({**PAGES, "page_size": 24}, "page_size must be a multiple of 16, got 24"),
+        *[({**PAGES, x: 4096}, f"pages go neither with {' nor with '.join(ONE_OF)}") for x in ONE_OF],
+        (dict.fromkeys(ONE_OF, SOMEWHERE), "cu_seqlens_k and batch_index_k don't go toge"),
+        *[({x: y}, "bias and bias_type go together") for x, y in (("bias", 4096), ("bias_type", "float32"))],
+        ({"bias": SOMEWHERE + 2, "bias_type": "float32"}, "bias must be aligned to 4 bytes"),
+        ({"dropout_threshold": 1}, "dropout needs dropout_seed"),
+        ({"block_counts": SOMEWHERE}, "block_counts and block_indices go together"),
+        ({**BLOCKS, "block_n": 0}, "a block mask needs block_m and block_n"),
+        ({**BLOCKS, "pack": 2}, "heads can't be packed under a block mask: pack must be 1"),
+        ({"splits": 2}, "splits need partial_o, partial_lse and partial_low"),
+        ({**SPLITS, "partial_o": SOMEWHERE + 4}, "partial_o must be aligned to 16 bytes"),
+        ({**SPLITS, "lse_rows": 79}, "lse_rows (79) must hold the rows that lse_batch_stride and lse_head"),
+        ({**LSE, "lse_batch_stride": 2**61, "lse_rows": 2**61}, "must hold the rows"),
+        ({**LSE, "cu_seqlens_q": SOMEWHERE}, "with cu_seqlens_q, lse_batch_stride must be 0"),
+        ({**LSE, "lse_batch_stride": 0, "lse_rows": 39, "cu_seqlens_q": 4096}, "lse_rows (39) must hold"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_a_value_error(changes: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        _C.run(ANY_ROW, params(**changes), 0, 0)
+    with pytest.raises(ValueError, match="head_dim and head_dim_v must be set"):
+        _C.run(ANY_ROW, _C.AttentionParams(), 0, 0)
+
+
+def test_what_is_right_goes_on_to_a_device_which_is_not_there():
+    packed = {"cu_seqlens_q": SOMEWHERE, **LSE, "lse_batch_stride": 0, "lse_rows": 40}
+    for changes in ({}, LSE, packed, *FEATURES.values()):
+        with pytest.raises(RuntimeError, match="cuda[GS]etDevice" if WITH_CUDA else "built without CUDA"):
+            _C.run(ANY_ROW, params(**changes), 99, 0)
+
+
+@pytest.mark.skipif(not WITH_CUDA, reason="a build without CUDA has no rows")
+class TestRows:
+    """What only a build with kernels can refuse."""
+
+    def test_a_row_that_is_none(self):
+        number = len(ROWS) + len(_C.backward_rows()) + len(_C.helpers())
+        for row, (launch, more) in itertools.product((-1, number), ((_C.run, ()), (_C.launch, (*[4096] * 5, 1.0, 0)))):
+            with pytest.raises(ValueError, match=f"row must be between 0 and {number - 1}, got {row}"):
+                launch(row, _C.AttentionParams(), 0, 0, *more)
+
+    @pytest.mark.parametrize("family", UNKNOWN)
+    def test_what_a_family_does_not_know(self, family: str):
+        for row, name in itertools.product(of(family), UNKNOWN[family]):
+            with pytest.raises(ValueError, match=f"{row.name} does not know {name}"):
+                run(row, **FEATURES[name])
+
+    @pytest.mark.parametrize(
+        ("rows", "changes", "sentence"),
+        [
+            *[(of(*PLAIN), {x: 40}, "{0.name} takes a head dim of") for x in ("head_dim", "head_dim_v")],
+            (of(*PLAIN), {**LSE, "lse_head_stride": 2, "lse_rows": 99}, "{0.name}.* a contiguous lse"),
+            (of(*PLAIN), ONE_TAIL, r"{0.name}.* (no tail here|can't divide 1 of \d tiles)"),
+            *[(ALIGNED, {x: SOMEWHERE + 8}, f"aligned to 16 bytes, and that of {x} is not") for x in "qkvo"],
+            *[
+                (ALIGNED, {f"{x}_stride": strides}, f"multiples of 16 bytes, and a stride of {x} is not")
+                for x, strides in itertools.product("qkvo", ((68, 64, 64), (64, 68, 64), (64, 64, 68)))
+            ],
+            (SCORED, ONE_TAIL, "has no tail"),
+            (RANGED, {"q": SOMEWHERE + 2}, "{0.name} needs addresses, strides and head dims that are multi"),
+            (of("masked"), {"mask": SOMEWHERE, "mask_stride": (0, 0, 0, 2)}, "{0.name} reads masks and biases by four"),
+            (of("masked"), {"entries_k": 9, "rows_k": 999}, "{0.name} asks for a mask or a bias"),
+            (TMA_RANGED, {}, "{0.name} copies by TMA, which asks for entries_k and rows"),
+            (TMA_RANGED, {**PAGES, "leftpad_k": 4096}, "{0.name} does not know leftpad_k with a page_table"),
+            (WIDE16, {"bias": 4096, "bias_type": "float32"}, "takes a bias of its own dtype only"),
+            (WIDE16, {"head_dim": 65537}, "takes head dims from 1 to 65536, got 65537 and 8"),
+            (WIDE16, {"pack": 2}, "takes packed heads with a seqlen_q of 1 only, got 10"),
+            (WIDE16, {"k": 4104}, "needs k to be a multiple of 16 bytes"),
+            (WIDE16, {"q_stride": (768, 252, 64)}, "needs q to be a multiple of 16 bytes"),
+            (WIDE16, {"head_dim": 60}, "needs head_dim and head_dim_v to be a multiple of 16 bytes"),
+            (WIDE16, {**BIAS, "bias": 4104, "bias_stride": (0, 0, 0, 1)}, "needs bias to be a multiple"),
+            (WIDE16, {**BIAS, "bias_stride": (0, 0, 8, 8)}, "bias must be contiguous"),
+            (WIDE16, {"seqlen_k": 1 << 26}, r"its offsets are 32-bit, and k spans \d+ rows with a stride of 64"),
+            (WIDE16, {"v_stride": (0, 1 << 31, 64)}, r"its offsets are 32-bit, and v spans \d+ rows"),
+            (WIDE16, {"o_stride": (0, 1 << 31, 64)}, "its offsets are 32-bit, and o spans 1 rows"),
+            (WIDE16, {}, "needs partial_o: float32, as many elements as o"),
+            (WIDE32[-1:], {"o_stride": (768, 264, 64)}, "needs partial_o"),
+            (of("wide_scored"), {"k": 4104}, "needs addresses, strides and head dims that are multiples of 16"),
+            (of("wide_scored"), {"head_dim": 520}, "takes head dims from 1 to {0.head_dim}, got 520 and 8"),
+            (of("wide_scored"), {**BLOCKS, "block_m": 64, "block_n": 32}, "multiples of 64 x 64, got 64 x 32"),
+        ],
     )
-    assert re.search("failed: .*(driver|device)" if WITH_CUDA else "built without CUDA", found), found
-    assert found.count("\n") == 1, found
+    def test_what_a_row_can_not_do(self, rows: list[_C.Row], changes: dict[str, int], sentence: str):
+        for row in rows:
+            with pytest.raises(ValueError, match=sentence.format(row)):
+                run(row, **changes)
+
+    def test_head_dims_and_blocks_beyond_a_row(self):
+        for row in (*SCORED, *RANGED):
+            for name in ("head_dim", "head_dim_v"):
+                with pytest.raises(ValueError, match=f"{row.name} .* up to {row.head_dim} and {row.head_dim_v}"):
+                    run(row, **{name: getattr(row, name) + 8})
+        for row in SCORED:
+            blocks = {"block_m": row.tile_m, "block_n": row.tile_n * row.kv_warps}
+            sentence = "of a mask that are multiples of {block_m} x {block_n}".format_map(blocks)
+            for name, size in blocks.items():
+                with pytest.raises(ValueError, match=sentence):
+                    run(row, **{**BLOCKS, **blocks, name: size + 8})
+
+    def test_a_row_of_another_family(self):
+        helper = _C.helpers()[0]
+        for changes in ({}, ONE_TAIL):
+            with pytest.raises(ValueError, match=f"{helper.name} is of family combine"):
+                _C.run(helper.index, params(**changes), 0, 0)
+
+    def test_nothing_to_compute_needs_no_gpu(self):
+        for row in {row.family: row for row in ROWS}.values():
+            for sizes in ({"batch": 0}, {"seqlen_q": 0}, {"num_heads": 0, "num_heads_kv": 0}):
+                run(row, **sizes)
 
 
-def test_devices_without_a_gpu():
-    assert in_a_process_without_gpu("print(_C.device_count())") == "0\n"
-    found = in_a_process_without_gpu(
-        "try:\n    _C.device_properties(0)\nexcept (ValueError, RuntimeError) as error:\n    print(error)"
-    )
-    assert re.search("of the 0 CUDA devices here, got 0" if WITH_CUDA else "built without CUDA", found), found
+def test_a_call_of_another_form_is_a_type_error():
+    for row, parameters in ((0, None), (0.5, _C.AttentionParams()), (0, _C.Rotary())):
+        with pytest.raises(TypeError):
+            _C.run(row, parameters, 0, 0)  # type: ignore[arg-type]
 
 
-def in_a_process_without_gpu(code: str) -> str:
-    """Output of ``code`` in a fresh interpreter that sees no GPU, with _C loaded and without torch."""
-    load = (
-        "import importlib.util\n"
-        f"spec = importlib.util.spec_from_file_location('cutlass_fmha._C', {str(EXTENSION)!r})\n"
-        "_C = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(_C)\n"
-    )
+# ---- without a GPU, torch or the driver ------------------------------------------------------------------------
+
+#: For a fresh interpreter that loads _C alone and sees no GPU: with the driver out of sight this also holds on a
+#: machine with one.
+ALONE = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("cutlass_fmha._C", {str(EXTENSION)!r})
+_C = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(_C)
+params = _C.AttentionParams()
+for name, value in {RIGHT!r}.items():
+    setattr(params, name, value)
+driver = sys.platform == "linux" and "libcuda" in open("/proc/self/maps").read()
+print("torch" in sys.modules, driver, len(_C.rows()), _C.device_count())
+for call, arguments in ((_C.device_properties, [0]), (_C.run, [{ANY_ROW}, params, 0, 0])):
+    try:
+        call(*arguments)
+    except (ValueError, RuntimeError) as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_it_loads_without_torch_and_the_driver_and_says_that_there_is_no_gpu():
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", load + code]
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    command = [sys.executable, "-c", ALONE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    loaded, of_device, of_launch = done.stdout.splitlines()
+    assert loaded == f"False False {len(ROWS)} 0"
+    assert re.search("of the 0 CUDA devices here, got 0" if WITH_CUDA else "built without CUDA", of_device), of_device
+    assert re.search("^RuntimeError .*(driver|device)" if WITH_CUDA else "built without CUDA", of_launch), of_launch
 
 
 # ---- stubs -------------------------------------------------------------------------------------------------
@@ -214,13 +488,6 @@ def test_sources_that_are_not_built_say_so(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     last = done.stderr.splitlines()[-1]
     assert re.match(r"ImportError: the compiled extension cutlass_fmha\._C is not in .*pip install", last)
-
-
-def test_it_loads_without_torch_and_without_the_driver():
-    loaded = in_a_process_without_gpu(
-        "import sys\nprint('torch' in sys.modules, 'libcuda' in open('/proc/self/maps').read(), len(_C.rows()))"
-    )
-    assert loaded == f"False False {len(ROWS)}\n"
 
 
 def test_its_symbols_stay_its_own():

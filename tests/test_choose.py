@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import resources
 import torch
-from fake_build import L4, make_build
+from fake_build import L4, Row, make_build
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import cutlass_fmha
 from cutlass_fmha import cost
-from cutlass_fmha.cost import store
+from cutlass_fmha.cost import datasheet, store
 from cutlass_fmha.dispatch import blocks, choose, device, eligibility
 from cutlass_fmha.dispatch import explain as explanation
 from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.blocks import Tail
 from cutlass_fmha.dispatch.device import PRESETS, Device
 from cutlass_fmha.dispatch.problem import CAUSAL, Problem, mask_diagonal
 from cutlass_fmha.dispatch.table import Table
@@ -38,30 +42,28 @@ def eligible(problem: Problem, gpu: Device, build: Table = BUILD) -> list[str]:
     return [row.name for row in build.rows if not eligibility.reasons(row, problem, gpu, build)]
 
 
-def reasons(problem: Problem, gpu: Device = L4, name: str = "fwd_sm89_f16_d64_m64n64w4") -> list[str]:
-    return eligibility.reasons(BUILD.by_name(name), problem, gpu, BUILD)
+def reasons(problem: Problem, gpu: Device = L4) -> str:
+    return "; ".join(eligibility.reasons(BUILD.by_name("fwd_sm89_f16_d64_m64n64w4"), problem, gpu, BUILD))
 
 
 # ---- which rows a device takes -----------------------------------------------------------------------------
 
 
+ALL, NO_90 = (89, 90, 120), (89, 120)
+
+
 @pytest.mark.parametrize(
     ("archs", "compiled_for", "gpu", "arch"),
     [
-        *(
-            ((89, 90, 120), None, gpu, arch)
-            for arch, gpus in {89: (L4, B200, A100, ORIN), 90: (H200,), 120: (RTX5090, SPARK)}.items()
-            for gpu in gpus
-        ),
-        ((89, 90, 120), None, TURING, None),
+        (ALL, None, L4, 89), (ALL, None, B200, 89), (ALL, None, A100, 89), (ALL, None, ORIN, 89),
+        (ALL, None, H200, 90), (ALL, None, RTX5090, 120), (ALL, None, SPARK, 120), (ALL, None, TURING, None),
         # A build that lacks a GPU's own rows, or has them in code that it can't execute: what nvcc 12.8
         # compiles for rows by TMA, sm_120a, doesn't run on 12.1. Both have the PTX of sm_89.
-        *[((89,), None, H200, 89), ((89,), None, RTX5090, 89), ((90, 120), {90: "90"}, L4, None)],
-        *[((89, 120), {120: "120f"}, SPARK, 120), ((89, 120), {120: "120"}, SPARK, 120)],
-        *[((89, 120), {120: "120a"}, RTX5090, 120), ((89, 120), {120: "120a"}, SPARK, 89)],
-        ((89, 120), {120: "90"}, RTX5090, 89),
+        ((89,), None, H200, 89), ((89,), None, RTX5090, 89), ((90, 120), {90: "90"}, L4, None),
+        (NO_90, {120: "120f"}, SPARK, 120), (NO_90, {120: "120"}, SPARK, 120), (NO_90, {120: "120a"}, SPARK, 89),
+        (NO_90, {120: "120a"}, RTX5090, 120), (NO_90, {120: "90"}, RTX5090, 89),
     ],
-)
+)  # fmt: skip
 def test_a_device_takes_its_own_rows_or_the_ptx_of_sm_89(
     archs: tuple[int, ...], compiled_for: dict[int, str] | None, gpu: Device, arch: int | None
 ):
@@ -71,9 +73,8 @@ def test_a_device_takes_its_own_rows_or_the_ptx_of_sm_89(
     assert arch is None or choose.choose(PROBLEM, gpu, table=build).arch == arch
     if arch == 89 and 120 in (compiled_for or ()):
         (reason,) = eligibility.reasons(build.by_name("fwd_sm120_f16_d64_m64n64w4"), PROBLEM, gpu, build)
-        number = f"{gpu.capability[0]}.{gpu.capability[1]}"
-        target = f"compiled for sm_{build.architectures[120]}"
-        assert reason == f"{target}, which a device of capability {number} can't execute"
+        target, number = build.architectures[120], ".".join(map(str, gpu.capability))
+        assert reason == f"compiled for sm_{target}, which a device of capability {number} can't execute"
 
 
 @pytest.mark.parametrize(
@@ -103,9 +104,7 @@ def test_code_of_one_gpu_runs_on_others(compiled_for: str, gpu: Device, code: st
         (L4, {}, r"no CUDA kernels \(CUTLASS_FMHA_CUDA=OFF\): install a wheel with CUDA"),
     ],
 )
-def test_a_build_without_code_for_a_device_says_how_to_get_some(
-    gpu: Device, compiled_for: dict[int, str], sentence: str
-):
+def test_a_build_without_code_for_a_device_says_how_to_get_some(gpu: Device, compiled_for: dict, sentence: str):
     with pytest.raises(UnsupportedError, match=sentence) as error:
         choose.choose(PROBLEM, gpu, table=make_build(tuple(compiled_for), compiled_for))
     assert "\n" not in str(error.value)
@@ -121,33 +120,24 @@ def test_an_architecture_can_be_forced(monkeypatch):
     proxy = make_build((120,), {120: "90"})
     assert eligible(PROBLEM, H200, proxy)
     for gpu, build, code in ((H200, BUILD, "120, which a device of capability 9.0"), (RTX5090, proxy, "90, which")):
-        assert not eligible(PROBLEM, gpu, build)
         found = eligibility.reasons(build.by_name("fwd_sm120_f16_d64_m64n64w4"), PROBLEM, gpu, build)
-        assert any(reason.startswith(f"compiled for sm_{code}") for reason in found)
+        assert not eligible(PROBLEM, gpu, build) and f"compiled for sm_{code}" in "; ".join(found)
     monkeypatch.setenv(device.FORCE_ARCH, "80")
     with pytest.raises(ValueError, match="CUTLASS_FMHA_FORCE_ARCH must be one of 89, 90, 120, got '80'"):
         eligible(PROBLEM, L4)
 
 
-# ---- reasons -----------------------------------------------------------------------------------------------
-
-
 def test_each_reason_is_a_sentence_of_its_own():
-    assert reasons(PROBLEM) == []
-    assert reasons(replace(PROBLEM, dtype="bfloat16")) == ["computes float16, and the tensors are bfloat16"]
-    assert reasons(replace(PROBLEM, head_dim=80)) == ["made for head_dim 64, and the tensors have 80"]
-    assert reasons(replace(PROBLEM, alignment=2)) == [
-        "needs pointers and strides aligned to 16 bytes, and these are aligned to 2"
-    ]
-    assert reasons(PROBLEM, PRESETS["rtx5080"]) == ["made for sm_89, and this device takes the sm_120 rows"]
-    assert reasons(PROBLEM, TURING) == ["made for sm_89, and this device takes no row of this build"]
-    assert reasons(PROBLEM, replace(L4, smem_per_block=16 * 1024)) == [
-        "needs 24576 bytes of shared memory per block, and this device has 16384"
-    ]
-    assert len(reasons(replace(PROBLEM, dtype="float32", head_dim=256, alignment=4), TURING)) == 4
-
-
-# ---- the choice --------------------------------------------------------------------------------------------
+    small = replace(L4, smem_per_block=16 * 1024)
+    unaligned = "needs pointers and strides aligned to 16 bytes, and these are aligned to 2"
+    assert reasons(PROBLEM) == ""
+    assert reasons(replace(PROBLEM, dtype="bfloat16")) == "computes float16, and the tensors are bfloat16"
+    assert reasons(replace(PROBLEM, head_dim=80)) == "made for head_dim 64, and the tensors have 80"
+    assert reasons(replace(PROBLEM, alignment=2)) == unaligned
+    assert reasons(PROBLEM, PRESETS["rtx5080"]) == "made for sm_89, and this device takes the sm_120 rows"
+    assert reasons(PROBLEM, TURING) == "made for sm_89, and this device takes no row of this build"
+    assert reasons(PROBLEM, small) == "needs 24576 bytes of shared memory per block, and this device has 16384"
+    assert reasons(replace(PROBLEM, dtype="float32", head_dim=256, alignment=4), TURING).count("; ") == 3
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom-right"])
@@ -200,6 +190,7 @@ def test_resident_blocks_are_limited_by_shared_memory_warps_and_registers():
     assert blocks.resident_blocks(replace(small, warps=32, tile_m=512, min_blocks=2), L4) == 1
     assert blocks.resident_blocks(replace(large, min_blocks=2), L4) == 2
     assert choose.predicted_us(replace(small, smem_bytes=100 * 1024), PROBLEM, L4) == float("inf")
+    assert choose.predicted_us(small, replace(PROBLEM, batch=0), L4) == 0
 
 
 # What ptxas gives the manifest's rows for sm_90.
@@ -229,11 +220,10 @@ def test_blocks_of_a_launch_are_those_of_the_mask(name: str, seqlen_q: int, seql
     row = BUILD.by_name(f"fwd_sm89_f16_d64_{name}")
     problem = replace(PROBLEM, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     seen = [seqlen_k if problem.diagonal is None else i + problem.diagonal + 1 for i in range(seqlen_q)]
-    visible = [max(0, min(seqlen_k, count)) for count in seen]
-    key_tiles = [-(-keys // row.tile_n) for keys in visible]
+    key_tiles = [-(-max(0, min(seqlen_k, count)) // row.tile_n) for count in seen]
     rows = row.tile_m * row.kv_warps // row.warps
     expected = []  # of one sequence, last tile first
-    for begin in range((len(visible) - 1) // row.tile_m * row.tile_m, -1, -row.tile_m):
+    for begin in range((seqlen_q - 1) // row.tile_m * row.tile_m, -1, -row.tile_m):
         tile = key_tiles[begin : begin + row.tile_m]
         warps = [max(tile[i : i + rows]) for i in range(0, len(tile), rows)]
         share = len(warps) / (row.warps // row.kv_warps)
@@ -244,13 +234,10 @@ def test_blocks_of_a_launch_are_those_of_the_mask(name: str, seqlen_q: int, seql
     sequences = problem.batch * problem.num_heads
     assert sum(group.blocks for group in found) == len(expected) * sequences
     assert found[0].steps == pytest.approx(max(steps for steps, _, _ in expected), rel=0.05)
-    per_sequence = [sum(getattr(g, name) * g.blocks for g in found) / sequences for name in SUMMED]
     # Neighbouring tiles may be played as one, and a block's warps see what the middle one sees.
-    for total, exact in zip(per_sequence, zip(*expected, strict=True), strict=True):
+    for name, exact in zip(("steps", "warp_block", "warp_steps"), zip(*expected, strict=True), strict=True):
+        total = sum(getattr(group, name) * group.blocks for group in found) / sequences
         assert total == pytest.approx(sum(exact), rel=0.03, abs=0.6 * len(found))
-
-
-SUMMED = ("steps", "warp_block", "warp_steps")
 
 
 def fill(free: list[float], durations: list[float]) -> float:
@@ -269,8 +256,7 @@ def busiest(durations: list[float], sms: int, resident: int, even: bool) -> floa
         dealt = [sum(durations[sm:places:sms]) for sm in range(sms)]
         return fill(dealt, durations[places:])
     before = (len(durations) - 1) // places * places
-    last = durations[before:]
-    one_each, all_places = fill([0.0] * sms, last), sum(last[:resident])
+    one_each, all_places = fill([0.0] * sms, durations[before:]), sum(durations[before : before + resident])
     return sum(durations[:before:sms]) + (one_each + all_places) / 2
 
 
@@ -287,8 +273,7 @@ def test_waiting_and_work_are_those_of_blocks_that_go_where_there_is_room(
     counts = cost.count(row, problem, L4, prices)
     assert counts is not None
     launched = [group for group in blocks.groups(row, problem, L4) for _ in range(group.blocks)]
-    waits = [2.0 * group.block + 0.5 * group.steps for group in launched]
-    waiting = fill([0.0] * 3 * L4.sm_count, waits)
+    waiting = fill([0.0] * 3 * L4.sm_count, [2.0 * group.block + 0.5 * group.steps for group in launched])
     durations = [group.warp_block + 0.4 * group.warp_steps for group in launched]
     work = busiest(durations, L4.sm_count, 3, even=causal == "none")
     assert prices.waiting(counts) == pytest.approx(waiting, rel=0.04)
@@ -314,27 +299,6 @@ def test_a_launch_takes_no_less_than_the_memory_does(left: int):
     assert cost.predict(row, problem, L4, slow) == cost.predict(row, problem, L4, replace(slow, memory=0.0))
 
 
-def test_parts_of_a_divided_tail_are_no_longer_than_they_are():
-    """Where all tiles are divided, no block walks all keys."""
-    by_tma = {"copy": "tma", "smem_bytes": 98 * 1024, "q_in_registers": False}
-    row = replace(BUILD.by_name("fwd_sm89_f16_d64_m256n64w8"), **by_tma)
-    problem = Problem(1, 1024, 4096, 8, 8, 64, "float16")
-    tail = blocks.tail_of(row, problem, L4)
-    assert tail is not None and tail.tiles == 32
-    counts = cost.count(row, problem, L4, cost.RowCost(0, 0, 0, 0, 1.0, 1.0, 1.0, 1.0))
-    assert counts is not None and counts.steps < 64
-
-
-def test_cost_grows_with_work_and_shrinks_with_sms():
-    row = BUILD.by_name("fwd_sm89_f16_d64_m256n64w8")
-    base = choose.predicted_us(row, PROBLEM, L4)
-    assert choose.predicted_us(row, replace(PROBLEM, batch=8), L4) > 3 * base
-    assert choose.predicted_us(row, replace(PROBLEM, seqlen_k=16384), L4) > 3 * base
-    assert 0.45 * base < choose.predicted_us(row, replace(PROBLEM, causal="top-left"), L4) < 0.65 * base
-    assert choose.predicted_us(row, PROBLEM, PRESETS["l40s"]) < 0.6 * base
-    assert choose.predicted_us(row, replace(PROBLEM, batch=0), L4) == 0
-
-
 def test_a_row_for_any_alignment_is_the_last_resort():
     """Its prediction may err, but with aligned operands it has never been the fastest."""
     cheap = cost.RowCost(0.1, 0, 0, 0, 0, 0, 0, 0)
@@ -346,19 +310,64 @@ def test_a_row_for_any_alignment_is_the_last_resort():
     assert eligible(replace(PROBLEM, alignment=1), L4) == []
 
 
-# ---- the mask ----------------------------------------------------------------------------------------------
+# ---- tails: the last tiles of a launch, whose keys several blocks divide -------------------------------------
+
+LARGE = Row(0, 120, "bfloat16", 128, 256, 64, 8, "tma", 98 * 1024, stages=1, q_in_registers=False, ping_pong=True)
+SMALL = replace(LARGE, index=1, tile_m=64, tile_n=32, warps=4, smem_bytes=48 * 1024, min_blocks=2, ping_pong=False)
+LONG = Problem(2, 8192, 8192, 16, 16, 128, "bfloat16")  # 1024 tiles: six waves on 170 SMs, and 4 tiles
 
 
-@pytest.mark.parametrize("seqlen_q", [0, 1, 2, 5, 9])
-@pytest.mark.parametrize("seqlen_k", [0, 1, 5, 8])
-@pytest.mark.parametrize("causal", CAUSAL)
-def test_a_dropped_diagonal_hides_nothing(causal: str, seqlen_q: int, seqlen_k: int):
-    diagonal = mask_diagonal(causal, seqlen_q, seqlen_k)
-    mask = torch.ones(seqlen_q, seqlen_k)
-    expected = mask.tril({"none": 99, "top-left": 0, "bottom-right": seqlen_k - seqlen_q}[causal])
-    assert torch.equal(mask if diagonal is None else mask.tril(diagonal), expected)
-    if causal == "none" or (causal == "bottom-right" and seqlen_q == 1):
-        assert diagonal is None  # decoding takes the unmasked path
+def played(tail: Tail | None, tiles: int, steps: int, places: int) -> float:
+    """When a launch ends, block by block, in steps of the main loop."""
+    last = tail.tiles if tail else 0
+    lengths = [steps] * (tiles - last)
+    if tail:
+        others = steps - tail.first - (tail.parts - 2) * tail.rest
+        lengths += [tail.first] * last + ([tail.rest] * (tail.parts - 2) + [others]) * last
+    return fill([0] * places, [length + blocks.BLOCK_STEPS for length in lengths]) + bool(tail) * blocks.COMBINE_STEPS
+
+
+@given(st.integers(1, 2000), st.integers(1, 300), st.integers(1, 200), st.just(10**9) | st.integers(1, 1000))
+@example(1024, 128, 170, 40)
+def test_a_division_is_one_that_pays_and_has_memory(tiles, steps, places, most):
+    tail = blocks._tail(tiles, steps, places, most)
+    if tail is None:
+        return
+    assert tail.tiles == tiles % places and tail.tiles * tail.parts <= most
+    assert tail.first > 0 and 0 < steps - tail.first - (tail.parts - 2) * tail.rest <= tail.rest
+    whole = played(None, tiles, steps, places)
+    assert played(tail, tiles, steps, places) <= blocks.WORTH_A_TAIL * whole
+
+
+def test_where_nothing_is_divided():
+    for row in (replace(LARGE, copy="cp_async_16"), SMALL):  # of which two blocks share an SM
+        assert blocks.tail_of(row, LONG, RTX5090) is None
+    # Of 170 sequences no wave is cut short.
+    for changes in ({"causal": "bottom-right"}, {"batch": 0}, {"seqlen_k": 0}, {"seqlen_k": 64}, {"batch": 170}):
+        assert blocks.tail_of(LARGE, replace(LONG, **changes), RTX5090) is None
+
+
+def test_the_cost_model_sees_its_blocks_and_its_second_launch():
+    tail = blocks.tail_of(LARGE, LONG, RTX5090)  # type: ignore[arg-type]
+    assert tail == Tail(4, 16, 8, 8)
+    found = blocks.groups(LARGE, LONG, RTX5090)  # type: ignore[arg-type]
+    assert [(group.blocks, group.steps) for group in found] == [(1020, 128), (4, 8), (60, 8)]
+    price = datasheet.row_cost(LARGE, RTX5090)  # type: ignore[arg-type]
+    counts = cost.count(LARGE, LONG, RTX5090, price)  # type: ignore[arg-type]
+    assert counts is not None and counts.launches == 2 and counts.steps == 6 * 128 + 8
+    undivided = cost.count(replace(LARGE, copy="cp_async_16"), LONG, RTX5090, price)  # type: ignore[arg-type]
+    assert undivided is not None and price.of(counts) < 0.9 * price.of(undivided)
+    whole = cost.count(replace(LARGE, arch=89), Problem(1, 1024, 4096, 8, 8, 128, "bfloat16"), L4, price)
+    assert whole is not None and whole.steps < 64  # where all tiles are divided, no block walks all keys
+
+
+def test_a_dropped_diagonal_hides_nothing():
+    for causal, seqlen_q, seqlen_k in itertools.product(CAUSAL, (0, 1, 2, 5, 9), (0, 1, 5, 8)):
+        diagonal, mask = mask_diagonal(causal, seqlen_q, seqlen_k), torch.ones(seqlen_q, seqlen_k)
+        expected = mask.tril({"none": 99, "top-left": 0, "bottom-right": seqlen_k - seqlen_q}[causal])
+        assert torch.equal(mask if diagonal is None else mask.tril(diagonal), expected)
+        if causal == "none" or (causal == "bottom-right" and seqlen_q == 1):
+            assert diagonal is None  # decoding takes the unmasked path
 
 
 # ---- explain -----------------------------------------------------------------------------------------------
@@ -404,8 +413,7 @@ def test_explain_takes_tensors_as_attention_does(monkeypatch):
     q = torch.empty(2, 16, 300, 64, dtype=torch.float16)
     k = v = torch.empty(2, 4, 500, 64, dtype=torch.float16)
     found = cutlass_fmha.explain(q, k, v, causal=True, layout="bhsd", device="l4")
-    assert found.problem == Problem(2, 300, 500, 16, 4, 64, "float16", "bottom-right", 16)
-    assert found.device == L4
+    assert found.problem == Problem(2, 300, 500, 16, 4, 64, "float16", "bottom-right", 16) and found.device == L4
     found = cutlass_fmha.explain(q, k, v[..., :32], layout="bhsd")
     assert found.device is None and found.problem.head_dim_v == 32  # as the tensors are
     said = {"window": (100, 0), "softcap": 5.0, "sinks": torch.zeros(16)}
@@ -425,27 +433,20 @@ DEVICES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DEVICES)
-def test_devices_have_names(name: str):
-    found = device.named(name)
-    assert (found.sm_count, found.capability) == DEVICES[name]
-
-
-# ---- this build --------------------------------------------------------------------------------------------
+def test_devices_have_names():
+    found = {name: device.named(name) for name in DEVICES}
+    assert {name: (gpu.sm_count, gpu.capability) for name, gpu in found.items()} == DEVICES
 
 
 def test_every_row_runs_something_on_its_architecture(monkeypatch):
     """Of this build, and of the whole table, of which this build may be a subset."""
     build = replace(tables.this_build(), rows=resources.whole_table())
     assert {row.name for row in tables.this_build().rows} <= {row.name for row in build.rows}
+    asked = {"score_mod": ("softcap",), "masked": ("mask",)}
     for row in build.rows:
         monkeypatch.setenv(device.FORCE_ARCH, str(row.arch))
         gpu = device.of_arch(int(build.architectures[row.arch].partition(",")[0].rstrip("af")))
-        problem = Problem(1, 128, 128, 8, 8, row.head_dim, row.dtype, alignment=row.alignment)
-        problem = replace(problem, head_dim_v=row.head_dim_v)
-        if row.family == "score_mod":
-            problem = replace(problem, features=("softcap",))
-        if row.family == "masked":
-            problem = replace(problem, features=("mask",))
+        dims, features = {"head_dim": row.head_dim, "head_dim_v": row.head_dim_v}, asked.get(row.family, ())
+        problem = Problem(1, 128, 128, 8, 8, **dims, dtype=row.dtype, alignment=row.alignment, features=features)
         assert eligibility.reasons(row, problem, gpu, build) == []
         assert 0 < choose.predicted_us(row, problem, gpu) < 1e4

@@ -12,12 +12,12 @@ from typing import Any
 import oracle_features
 import pytest
 import torch
-from fake_build import L4, make_build
+from fake_build import L4, Row, make_build
 from fake_kernels import FakeKernels, skip_dispatcher
 from feature_tensors import Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launches import outputs
+from launches import compare, outputs
 from listed_problems import GROUPS
 from problems import Problem, fitted, problems
 from tensors import qkv
@@ -30,10 +30,13 @@ from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.results import RESULTS
 from cutlass_fmha.attention import packed_attention
 from cutlass_fmha.dispatch import blocks, describe, device
+from cutlass_fmha.dispatch.blocks import Tail
 from cutlass_fmha.dispatch.families.family import Prepared
 from cutlass_fmha.dispatch.problem import FEATURES
+from cutlass_fmha.dispatch.table import Table
 from cutlass_fmha.features import Features
 from cutlass_fmha.launch import gradients, plan
+from cutlass_fmha.launch.recent import Recent
 from cutlass_fmha.ops import forward
 
 
@@ -53,8 +56,7 @@ def attend(
     call: Call, row: str | None = None, return_lse: bool = True, **more: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     said = op_arguments(call.q, {**call.features, **more}, results=RESULTS)
-    tensors = (call.q, call.k, call.v)
-    return plan.launch(*tensors, call.scale, call.causal, return_lse, row, "bshd", NAMES, said)
+    return plan.launch(*call[:3], call.scale, call.causal, return_lse, row, "bshd", NAMES, said)
 
 
 def tensors(problem: Problem, dtype: torch.dtype = torch.float16) -> Call:
@@ -62,9 +64,7 @@ def tensors(problem: Problem, dtype: torch.dtype = torch.float16) -> Call:
 
 
 def check(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    oracle_features.compare(
-        out, lse, call.q, call.k, call.v, call.scale, call.causal, call.exact_scores, **call.features
-    ).check()
+    compare(call, out, lse).check()
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -85,6 +85,10 @@ def test_what_is_packed_is_what_the_tensors_hold(kernels: FakeKernels, group: st
     assert kernels.of(True)
 
 
+def described(call: Call) -> describe.Call:
+    return describe.describe(call[:3], call.causal, Features(**op_arguments(call.q, call.features)))
+
+
 def test_features_are_what_a_call_says():
     """Nothing that a caller says is lost on the way to selection."""
     said = {
@@ -98,15 +102,11 @@ def test_features_are_what_a_call_says():
     }  # fmt: skip
     assert set(said) == set(FEATURES)
     for name, fields in said.items():
-        call = tensors(Problem(**fields))
-        features = Features(**op_arguments(call.q, call.features))
-        found = describe.describe((call.q, call.k, call.v), "none", features)
-        assert found.problem.features == (name,)
+        assert described(tensors(Problem(**fields))).problem.features == (name,)
 
 
-@pytest.mark.parametrize(
-    ("window", "causal", "expected"),
-    [
+def test_a_window_that_is_a_causal_mask_is_one():
+    for window, causal, expected in (
         ((-1, -1), "none", (None, "none")),
         ((-1, 0), "none", (None, "bottom-right")),
         ((-1, 5), "bottom-right", (None, "bottom-right")),
@@ -114,13 +114,8 @@ def test_features_are_what_a_call_says():
         ((7, -1), "none", ((7, -1), "none")),
         ((7, 9), "top-left", ((7, 0), "top-left")),
         ((0, 0), "none", ((0, 0), "none")),
-    ],
-)
-def test_a_window_that_is_a_causal_mask_is_one(window, causal, expected):
-    assert describe.window_of(*window, causal) == expected
-
-
-# ---- which row ---------------------------------------------------------------------------------------------
+    ):
+        assert describe.window_of(*window, causal) == expected
 
 
 def test_a_call_that_says_nothing_special_takes_a_plain_row(kernels: FakeKernels):
@@ -130,13 +125,11 @@ def test_a_call_that_says_nothing_special_takes_a_plain_row(kernels: FakeKernels
         causal = "bottom-right" if "window" in more else "none"
         oracle_features.compare(out, lse, call.q, call.k, call.v, causal=causal).check()
     assert kernels.of(True) == [] and len(kernels.of(False)) == 4
-
-
-def test_decoding_goes_to_a_scored_row_with_splits(kernels: FakeKernels):
     call = tensors(Problem(1, 4096, num_heads=8, num_heads_kv=2, batch=1))
-    out, lse = plan.launch(*call[:3], None, "none", True, None)
-    check(call, out, lse)
-    assert kernels.last.splits > 1 and kernels.last.pack == 4
+    check(call, *plan.launch(*call[:3], None, "none", True, None))  # but decoding, by what its cost is of
+    row, problem = kernels.build.rows[kernels.launches[-1].row], described(call).problem
+    assert kernels.last.splits == blocks.split_keys(row, problem, L4) > 1
+    assert kernels.last.pack == blocks.packed_heads(row, problem) == 4
 
 
 def test_refusals_name_the_feature(kernels: FakeKernels):
@@ -153,14 +146,10 @@ def test_refusals_name_the_feature(kernels: FakeKernels):
 # ---- what a plan keeps -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [
-        Problem(9, 40, softcap=3.0, bias=("bhqk", "same", "plain"), used_k=True, leftpad=True),
-        Problem(9, 40, num_heads=4),
-    ],
-    ids=["features", "plain"],
-)
+FEATURED = Problem(9, 40, softcap=3.0, bias=("bhqk", "same", "plain"), used_k=True, leftpad=True)
+
+
+@pytest.mark.parametrize("problem", [FEATURED, Problem(9, 40, num_heads=4)], ids=["features", "plain"])
 def test_a_plan_is_made_once(kernels: FakeKernels, monkeypatch, problem: Problem):
     made = []
     original = plan.prepare
@@ -174,26 +163,33 @@ def test_a_plan_is_made_once(kernels: FakeKernels, monkeypatch, problem: Problem
     assert len(made) == 1 and len(kernels.launches) == 8
     assert [run.params.scale for run in kernels.launches] == pytest.approx([0.1, 0.1, 0.2, 0.2] * 2)
     name = next(row.name for row in kernels.build.rows if row.scored and row.head_dim == 64)
-    for other, row in (
-        (replace(problem, softcap=4.0), None),
-        (replace(problem, bias=("bhqk", "float32", "plain")), None),
-        (replace(problem, bias=("bhqk", "same", "transposed")), None),
-        (replace(problem, window=(3, -1)), None),
-        (replace(problem, seqlen_k=41), None),
-        (replace(problem, seqlen_q=8), None),
-        (replace(problem, causal="top-left"), None),
-        (replace(problem, layout="bhsd"), None),
-        (replace(problem, layout="unaligned"), None),
-        (replace(problem, num_splits=2), None),
-        (replace(problem, dropout=0.2), None),
-        (problem, name),
-    ):
-        count = len(made)
-        call = tensors(other)
+    changes = [
+        {"softcap": 4.0}, {"bias": ("bhqk", "float32", "plain")}, {"bias": ("bhqk", "same", "transposed")},
+        {"window": (3, -1)}, {"seqlen_k": 41}, {"seqlen_q": 8}, {"causal": "top-left"}, {"layout": "bhsd"},
+        {"layout": "unaligned"}, {"num_splits": 2}, {"dropout": 0.2},
+    ]  # fmt: skip
+    others = [(tensors(replace(problem, **each)), None) for each in changes]
+    others += [(tensors(problem), name), (tensors(problem, torch.bfloat16), None)]
+    for count, (call, row) in enumerate(others, start=2):
         check(call, *attend(call, row))
-        assert len(made) == count + 1, other
-    attend(tensors(problem, torch.bfloat16))
-    assert len(made) == count + 2
+        assert len(made) == count
+
+
+@given(st.lists(st.integers(0, 30)), st.integers(2, 12))
+def test_what_was_used_last_is_there_and_no_more_than_there_is_room_for(keys, size):
+    cache: Recent[int, str] = Recent(size)
+
+    def found(key: int) -> str | None:
+        return cache.get(key) or cache.revive(key)
+
+    for place, key in enumerate(keys):
+        if found(key) is None:
+            cache.put(key, str(key))
+        assert len(cache) <= size
+        before = list(dict.fromkeys(reversed(keys[: place + 1])))[: size // 2]  # the last different ones
+        assert all(found(key) == str(key) for key in reversed(before))
+    cache.clear()
+    assert len(cache) == 0
 
 
 def test_threads_do_not_meet_in_a_plan(kernels: FakeKernels):
@@ -209,10 +205,8 @@ def test_threads_do_not_meet_in_a_plan(kernels: FakeKernels):
 def test_parts_have_room_in_one_allocation(kernels: FakeKernels):
     call = tensors(Problem(3, 200, num_heads=4, num_heads_kv=1, head_dim_v=33, num_splits=5))
     check(call, *attend(call))
-    said = kernels.last
-    rows = 2 * 4 * 3
-    workspace = Workspace(4 * 5 * rows * 35, "cpu")
-    with workspace:
+    said, rows = kernels.last, 2 * 4 * 3
+    with Workspace(4 * 5 * rows * 35, "cpu") as workspace:
         for _ in range(2):
             check(call, *attend(call))
             assert kernels.last.partial_o == workspace._memory.data_ptr()
@@ -222,37 +216,27 @@ def test_parts_have_room_in_one_allocation(kernels: FakeKernels):
     assert said.partial_low - said.partial_lse == 4 * 5 * rows
 
 
-@pytest.mark.parametrize("fields", [{"batch": 0}, {"num_heads": 0, "num_heads_kv": 0}, {"seqlen_q": 0}])
-@pytest.mark.parametrize("softcap", [0.0, 1.0])
-def test_empty_problems_launch_nothing(kernels: FakeKernels, fields: dict[str, int], softcap: float):
-    call = tensors(Problem(**{"seqlen_q": 5, "softcap": softcap, **fields}))
-    out, lse = attend(call)
-    assert out.shape == call.q.shape and lse is not None and lse.numel() == 0
+def test_empty_problems_launch_nothing_and_empty_tensors_have_no_address(kernels: FakeKernels):
+    for fields in ({"batch": 0}, {"num_heads": 0, "num_heads_kv": 0}, {"seqlen_q": 0}):
+        for softcap in (0.0, 1.0):
+            call = tensors(Problem(**{"seqlen_q": 5, "softcap": softcap, **fields}))
+            out, lse = attend(call)
+            assert out.shape == call.q.shape and lse is not None and lse.numel() == 0
     assert kernels.launches == []
-
-
-def test_empty_tensors_have_no_address(kernels: FakeKernels):
     no_keys = {"seqlen_k": 0, "bias": ("bhqk", "float32", "plain"), "mask": ("bhqk", "plain")}
     no_tables = {"seqlen_k": 0, "page_size": 16, "used_k": True}
     for fields in (no_keys, {**no_keys, "blocks": (64, 64)}, no_tables):
-        call = tensors(Problem(5, **fields))
-        out, lse = attend(call)
+        out, lse = attend(tensors(Problem(5, **fields)))
         assert (out == 0).all() and lse is not None and (lse == -torch.inf).all()
         assert kernels.last.bias == kernels.last.mask == kernels.last.page_table == 0
 
 
-# ---- batch_invariant ---------------------------------------------------------------------------------------
+DECODING = {"seqlen_q": 1, "seqlen_k": 3000, "num_heads": 8, "used_k": True}
+PACKED = {"seqlen_q": 200, "seqlen_k": 300, "packed_q": True, "packed_k": True}
+PREFILL = {"seqlen_q": 300, "seqlen_k": 2000, "softcap": 3.0}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"seqlen_q": 1, "seqlen_k": 3000, "num_heads": 8, "used_k": True},
-        {"seqlen_q": 1, "seqlen_k": 3000, "num_heads": 8, "page_size": 64, "used_k": True},
-        {"seqlen_q": 200, "seqlen_k": 300, "packed_q": True, "packed_k": True},
-        {"seqlen_q": 300, "seqlen_k": 2000, "softcap": 3.0},
-    ],
-)
+@pytest.mark.parametrize("fields", [DECODING, {**DECODING, "page_size": 64}, PACKED, PREFILL])
 def test_batch_invariant_plans_do_not_know_the_batch(kernels: FakeKernels, fields: dict[str, Any]):
     kernels.compute = False
 
@@ -269,44 +253,27 @@ def test_batch_invariant_plans_do_not_know_the_batch(kernels: FakeKernels, field
         assert planned(1, batch_invariant=False)[1] > planned(64, batch_invariant=False)[1]
 
 
-def test_splits_of_a_launch_are_those_that_its_cost_is_of(kernels: FakeKernels):
-    call = tensors(Problem(2, 3000, num_heads=8, num_heads_kv=2, softcap=2.0, causal="bottom-right"))
-    attend(call)
-    features = Features(**op_arguments(call.q, call.features))
-    problem = describe.describe(call[:3], call.causal, features).problem
-    row = kernels.build.rows[kernels.of(True)[0].row]
-    assert kernels.last.splits == blocks.split_keys(row, problem, L4)
-    assert kernels.last.pack == blocks.packed_heads(row, problem) == 4
-
-
-# ---- plain calls -------------------------------------------------------------------------------------------
-
-
 def launch(q, k, v, scale=None, causal="none", return_lse=True, row=None, layout="bshd", said=plan.NOTHING):
     return plan.launch(q, k, v, scale, causal, return_lse, row, layout, said=said)
 
 
+HEAD_DIMS, DTYPES = st.sampled_from([32, 40, 64, 128]), st.sampled_from([torch.float16, torch.bfloat16])
+
+
 @settings(max_examples=120)
-@given(
-    problem=problems(longest=40),
-    head_dim=st.sampled_from([32, 40, 64, 128]),
-    layout=st.sampled_from(["bshd", "bhsd"]),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
-    given=st.booleans(),
-)
+@given(problems(longest=40), HEAD_DIMS, st.sampled_from(["bshd", "bhsd"]), DTYPES, st.booleans())
 def test_drawn_problems_are_packed_right(kernels, problem: Problem, head_dim: int, layout: str, dtype, given: bool):
+    def laid_out(x: Tensor) -> Tensor:
+        return x.transpose(1, 2) if layout == "bhsd" else x
+
     kernels.launches.clear()
     q, k, v = problem.inputs(dtype, head_dim, "cpu")
-    views = [x.transpose(1, 2) for x in (q, k, v)] if layout == "bhsd" else [q, k, v]
     problem = replace(problem, return_lse=True, packed_q=False)
     rooms = outputs(problem, Call(q, k, v, None, "none", {}, None), head_dim)
-    to = {}
-    if given:
-        view = rooms[0].view
-        to = {"out": view.transpose(1, 2) if layout == "bhsd" else view, "lse": rooms[1].view}
-    out, lse = launch(*views, problem.scale, problem.causal, layout=layout, said=to)
+    to = {"out": laid_out(rooms[0].view), "lse": rooms[1].view} if given else {}
+    out, lse = launch(*map(laid_out, (q, k, v)), problem.scale, problem.causal, layout=layout, said=to)
     assert not given or (out is to["out"] and lse is to["lse"] and all(x.intact() for x in rooms))
-    out = out.transpose(1, 2) if layout == "bhsd" else out
+    out = laid_out(out)
     assert given or (out.is_contiguous() and lse.is_contiguous())
     oracle_features.compare(out, lse, q, k, v, problem.scale, problem.causal).check()
     for run in kernels.launches:
@@ -323,50 +290,55 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def test_strides_of_single_elements_disqualify_nothing(kernels):
-    q, k, v = qkv(1, 1, 1, 1, 1, 32)
-    q, k, v = (torch.as_strided(x, x.shape, (7, 13, 1, 1)) for x in (q, k, v))
-    launch(q, k, v)
+    launch(*(torch.as_strided(x, x.shape, (7, 13, 1, 1)) for x in qkv(1, 1, 1, 1, 1, 32)))
     run = kernels.launches[0]
     assert kernels.build.rows[run.row].alignment == 16
     assert run.params.q_stride == run.params.k_stride == run.params.v_stride == (0, 0, 0)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_divided_tail_brings_the_memory_of_its_parts(monkeypatch):
+    row = Row(0, 89, "float16", 128, 64, 16, 8, "tma", 98 * 1024, stages=1, q_in_registers=False, ping_pong=True)
+    kernels = FakeKernels(Table((row,)))  # type: ignore[arg-type]
+    kernels.install(monkeypatch)
+    for heads in (80, 58):
+        launch(*qkv(1, 64, 2048, heads, heads, 128), return_lse=False)
+    divided, whole = (launched.params for launched in kernels.launches)
+    tail = Tail(divided.tail_tiles, divided.tail_parts, divided.tail_first, divided.tail_rest)
+    assert divided.tail and tail == blocks._tail(80, 128, 58, 10**9) and whole.tail == 0
 
 
 def test_slow_copies_are_told_once_per_cause(kernels, caplog):
     caplog.set_level(logging.WARNING, logger="cutlass_fmha")
     q, k, v = qkv()
     odd_stride = torch.nn.functional.pad(k, (0, 3))[..., :-3]
-    odd_address = torch.nn.functional.pad(v.flatten(), (1, 0))[1:].view(v.shape)
-    odd_out = torch.nn.functional.pad(q.flatten(), (1, 0))[1:].view(q.shape)
-    of_strides = "{0}'s batch stride and {0}'s seqlen stride and {0}'s head stride are"
-    for calls, told in (
-        ([lambda n=n: launch(q[:, :n], odd_stride, v) for n in (33, 20)], of_strides.format("key")),
-        ([lambda: launch(q, k, odd_address)], "value's address is"),
-        ([lambda: launch(q, k, v, said={"out": odd_out})], "out's address is"),
-        (
-            [lambda n=n: attend(tensors(Problem(n, 65, head_dim=20, head_dim_v=20, softcap=1.0))) for n in (33, 20)],
-            "query's head stride and key's head stride and value's head stride and head_dim 20 are",
-        ),
-        ([lambda: attend(tensors(Problem(20, 65, softcap=1.0)))], ""),
-        ([lambda: launch(q, k, v, row="fwd_sm89_f16_d32_m64n64w4_element")], ""),  # asked for, so no surprise
+    odd_v, odd_out = (torch.nn.functional.pad(x.flatten(), (1, 0))[1:].view(x.shape) for x in (v, q))
+    odd_dims = Problem(33, 65, head_dim=20, head_dim_v=20, softcap=1.0)
+    of_key = " and ".join(f"key's {dimension} stride" for dimension in ("batch", "seqlen", "head"))
+    of_heads = " and ".join(f"{name}'s head stride" for name in ("query", "key", "value"))
+    for call, told in (
+        (lambda n: launch(q[:, :n], odd_stride, v), f"{of_key} are"),
+        (lambda n: launch(q, k, odd_v), "value's address is"),
+        (lambda n: launch(q, k, v, said={"out": odd_out}), "out's address is"),
+        (lambda n: attend(tensors(replace(odd_dims, seqlen_q=n))), f"{of_heads} and head_dim 20 are"),
+        (lambda n: attend(tensors(Problem(n, 65, softcap=1.0))), ""),
+        (lambda n: launch(q, k, v, row="fwd_sm89_f16_d32_m64n64w4_element"), ""),  # asked for, so no surprise
     ):
         caplog.clear()
-        for call in calls:
-            call()
+        for queries in (33, 20):
+            call(queries)
         row = kernels.build.rows[kernels.launches[-1].row].name
         copies = f" not a multiple of 16 bytes: {row} copies element by element, which is slower"
         assert [record.getMessage() for record in caplog.records] == [told + copies] * bool(told)
 
 
-# ---- CUTLASS_FMHA_LOG --------------------------------------------------------------------------------------
-
-
 def test_a_decision_is_a_line_when_its_plan_is_made(kernels, caplog):
     """And none without a level, or when the plan is there."""
-    launch(*qkv())
+    q, k, v = qkv()
+    launch(q, k, v)
     assert caplog.records == []
     plan.clear()
     caplog.set_level(logging.INFO, logger="cutlass_fmha")
-    q, k, v = qkv()
     for _ in range(2):
         launch(q, k, v)
     ran = kernels.build.rows[kernels.launches[-1].row].name
@@ -433,13 +405,14 @@ def test_torchs_attention_asks_a_known_call_nothing(kernels, monkeypatch):
 def test_packed_sequences_of_heads_first_are_read_where_they_are(kernels, monkeypatch, how: str):
     skip_dispatcher(monkeypatch)
     tensors = [x.transpose(1, 2) for x in qkv(seqlen_k=33)]
+
+    def own_launch(x, scale, lse, said):
+        return oracle_features.attention(*x, scale, **said)[0].half(), None
+
     if how == "copies":
         tensors = [x.contiguous() for x in tensors]
     elif how != "views":
-        own = Prepared(
-            _C.AttentionParams(),
-            launch=lambda x, scale, lse, said: (oracle_features.attention(*x, scale, **said)[0].half(), None),
-        )
+        own = Prepared(_C.AttentionParams(), launch=own_launch)
         monkeypatch.setattr(plan, "family", lambda row: SimpleNamespace(prepare=lambda *_: own))
     said = {f"cu_seqlens_{x}": torch.tensor([0, 5, 40, 66], dtype=torch.int32) for x in "qk"}
     rows = [x.transpose(1, 2).flatten(0, 1) for x in tensors]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from dataclasses import replace
 from typing import Any
 
 import oracle_features
@@ -33,28 +34,25 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 DEVICES = {89: "rtx4090", 90: "h200", 120: "rtx5090"}
 
 
+ROWS = [row for row in _C.rows() if row.family == "wide"]
+
+
 @pytest.fixture(scope="module")
 def rows() -> list[_C.Row]:
-    rows = [row for row in _C.rows() if row.family == "wide"]
-    assert rows, "this build has no wide rows: build with CUDA and a whole CUTLASS, as make does"
-    return rows
+    assert ROWS, "this build has no wide rows: build with CUDA and a whole CUTLASS, as make does"
+    return ROWS
 
 
 def row_of(dtype: str = "float32", arch: int = 89, head_dim: int | None = None) -> _C.Row:
     """A row of the build: the one for any head dim, or that for ``head_dim``."""
-    wide = [row for row in _C.rows() if row.family == "wide"]
-    found = [row for row in wide if (row.dtype, row.arch) == (dtype, arch)]
+    found = [row for row in ROWS if (row.dtype, row.arch) == (dtype, arch)]
     return max(found, key=lambda row: row.head_dim if head_dim is None else row.head_dim == head_dim)
 
 
 def test_every_architecture_has_rows_for_all_that_is_asked_of_them(rows: list[_C.Row]):
-    names = [row.name for row in rows]
-    assert len(set(names)) == len(names)
-    info = _C.build_info()
-    assert isinstance(info["architectures"], list)
-    for arch in info["architectures"]:
-        largest = {row.dtype: row.head_dim for row in rows if row.arch == arch and row.head_dim > 512}
-        assert set(largest) == set(DTYPES), f"sm_{arch}"
+    assert len({row.name for row in rows}) == len(rows)
+    for arch in _C.build_info()["architectures"]:
+        assert {row.dtype for row in rows if row.arch == arch and row.head_dim > 512} == set(DTYPES), f"sm_{arch}"
     for row in rows:
         assert row.name.startswith(f"wide_sm{row.arch}_")
         assert _C.rows()[row.index].name == row.name
@@ -74,43 +72,34 @@ def reasons(row: _C.Row, asked: Problem) -> list[str]:
     return eligibility.reasons(row, asked, devices.named(DEVICES[row.arch]), tables.this_build())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "asked"),
-    [
-        ("float32", problem()),
-        ("float32", problem(head_dim=700, head_dim_v=33)),
-        ("float16", problem("float16", 264)),
-        ("bfloat16", problem("bfloat16", 128, head_dim_v=264)),
-        ("float32", problem(features=("mask", "bias", "varlen", "lengths", "cache_batch_idx"))),
-        ("float32", problem(causal="bottom-right", alignment=4)),
-        ("float32", problem(features=("window",), window=(-1, 5))),
-        ("float32", problem(key_span=2**31 - 1)),
-    ],
-)
-def test_a_row_that_can_has_no_reason_against_it(rows: list[_C.Row], dtype: str, asked: Problem):
-    for arch in {row.arch for row in rows}:
-        assert reasons(row_of(dtype, arch), asked) == []
+def test_a_row_that_can_has_no_reason_against_it(rows: list[_C.Row]):
+    for asked in (
+        problem(),
+        problem(head_dim=700, head_dim_v=33),
+        problem("float16", 264),
+        problem("bfloat16", 128, head_dim_v=264),
+        problem(features=("mask", "bias", "varlen", "lengths", "cache_batch_idx")),
+        problem(causal="bottom-right", alignment=4),
+        problem(features=("window",), window=(-1, 5)),
+        problem(key_span=2**31 - 1),
+    ):
+        assert [reasons(row_of(asked.dtype, arch), asked) for arch in DEVICES] == [[]] * len(DEVICES)
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
+UNKNOWN = ("prefix", "block_mask", "softcap", "alibi", "sinks", "dropout", "pages", "splits")
+
+
+def test_what_a_row_does_not_take_is_a_reason(rows: list[_C.Row]):
+    for asked, expected in (
         (problem("float16", 256), "for float32 and for head dims above 256, which no other row takes"),
         (problem("float16", 300), "computes float32, and the tensors are float16"),
         (problem(head_dim=64, head_dim_v=72), "made for head dims up to 64, and the tensors have 72"),
         (problem(key_span=2**31), "its offsets are 32-bit, and the keys of a sequence span 2147483648"),
         (problem(features=("window",), window=(9, 0)), "has no window with a left limit"),
-        *(
-            (problem(features=(name,)), f"has no {FEATURES[name]}")
-            for name in ("prefix", "block_mask", "softcap", "alibi", "sinks", "dropout", "pages", "splits")
-        ),
-    ],
-)
-def test_what_a_row_does_not_take_is_a_reason(rows: list[_C.Row], asked: Problem, expected: str):
-    arch = rows[0].arch
-    found = reasons(row_of(arch=arch, head_dim=64), asked)
-    assert any(sentence.startswith(expected) for sentence in found), found
-    assert all(name in wide.KNOWN or f"has no {FEATURES[name]}" in found for name in asked.features)
+        *((problem(features=(name,)), f"has no {FEATURES[name]}") for name in UNKNOWN),
+    ):
+        found = reasons(row_of(arch=rows[0].arch, head_dim=64), asked)
+        assert any(sentence.startswith(expected) for sentence in found), found
 
 
 def test_smaller_tiles_are_for_problems_that_do_not_fill_the_gpu(rows: list[_C.Row]):
@@ -142,35 +131,30 @@ def scored_row(dtype: str = "bfloat16") -> _C.Row:
     return next(x for x in _C.rows() if (x.family, x.dtype, x.head_dim) == ("wide_scored", dtype, 512))
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        (problem(features=tuple(FEATURES), window=(9, 0), num_splits=3, block_mask=(64, 128)), []),
-        (problem("bfloat16", 8, head_dim_v=512, features=("pages", "softcap"), alignment=2, page_size=16), []),
-        (problem("bfloat16", 256), ["for float32 and for head dims above 256, which no other row takes"]),
-        (problem("bfloat16", 513), ["made for head dims up to 512, and the tensors have 513"]),
-        (
-            problem(features=("block_mask",), block_mask=(64, 32)),
-            ["takes block masks of blocks that are multiples of 64 x 64, and these are 64 x 32"],
-        ),
-    ],
-)
-def test_what_scored_rows_take(asked: Problem, expected: list[str]):
-    assert reasons(scored_row(asked.dtype), asked) == expected
+def test_what_scored_rows_take():
+    blocked = problem(features=("block_mask",), block_mask=(64, 32))
+    for asked, expected in (
+        (problem(features=tuple(FEATURES), window=(9, 0), num_splits=3, block_mask=(64, 128)), ""),
+        (problem("bfloat16", 8, head_dim_v=512, features=("pages", "softcap"), alignment=2, page_size=16), ""),
+        (problem("bfloat16", 256), "for float32 and for head dims above 256, which no other row takes"),
+        (problem("bfloat16", 513), "made for head dims up to 512, and the tensors have 513"),
+        (blocked, "takes block masks of blocks that are multiples of 64 x 64, and these are 64 x 32"),
+    ):
+        assert "; ".join(reasons(scored_row(asked.dtype), asked)) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_they_are_taken_for_what_the_others_lack_and_to_split_keys(dtype: str):
     device = devices.named(DEVICES[scored_row().arch])
+    prefill, decode = Problem(4, 2048, 2048, 8, 4, 512, dtype), Problem(1, 1, 16384, 8, 4, 512, dtype)
     for asked, family, splits in (
-        (Problem(4, 2048, 2048, 8, 4, 512, dtype), "wide", 1),
-        (Problem(4, 2048, 2048, 8, 4, 512, dtype, features=("softcap",)), "wide_scored", 1),
-        (Problem(1, 1, 16384, 8, 4, 512, dtype, features=("pages", "lengths"), page_size=16), "wide_scored", 9),
-        (Problem(1, 1, 16384, 8, 4, 512, dtype), "wide_scored", 9),
+        (prefill, "wide", 1),
+        (replace(prefill, features=("softcap",)), "wide_scored", 1),
+        (replace(decode, features=("pages", "lengths"), page_size=16), "wide_scored", 9),
+        (decode, "wide_scored", 9),
     ):
         row = choose(asked, device, table=tables.this_build())
-        assert row.family == family
-        assert min(9, blocks.split_keys(row, asked, device)) == splits
+        assert (row.family, min(9, blocks.split_keys(row, asked, device))) == (family, splits)
 
 
 # ---- what a launch is told ---------------------------------------------------------------------------------
@@ -230,13 +214,6 @@ def test_what_is_planned_is_what_a_call_is_told(kernels: FakeKernels, seqlen_q: 
     assert wide.prepare(row_of(), biased, PRESETS["l4"]).launch is not None
 
 
-def test_sixteen_bit_rows_get_room_to_accumulate(kernels: FakeKernels):
-    for dtype in ("float16", "bfloat16"):
-        q = made(DTYPES[dtype], 3, 2, 264)
-        launch(row_of(dtype), q, q, q)
-        assert kernels.last.partial_o != 0
-
-
 def test_rows_of_fmas_take_any_alignment_but_that_of_a_bias(kernels: FakeKernels):
     q, k = made(torch.float32, 3, 4, 33), made(torch.float32, 8, 2, 50)[..., 1:34]
     bias = torch.randn(1, 4, 1, 8)
@@ -254,7 +231,7 @@ def test_what_is_not_aligned_is_copied_and_told(kernels: FakeKernels, caplog: py
     with caplog.at_level(logging.WARNING, "cutlass_fmha"):
         for _ in range(2):
             out, lse = launch(row, q, k, k[..., :261])
-    assert out.is_contiguous() and kernels.last.q == q.data_ptr()
+    assert out.is_contiguous() and kernels.last.q == q.data_ptr() and kernels.last.partial_o != 0
     assert all(address % 16 == 0 for address in (kernels.last.k, kernels.last.v, kernels.last.o))
     oracle_features.compare(out, lse, q, k, k[..., :261], 0.5).check()
     (record,) = caplog.records
@@ -311,9 +288,9 @@ def test_a_bias_of_another_dtype_is_refused(kernels: FakeKernels):
         launch(row_of("float16"), q, q, q, bias=torch.zeros(3, 3))
 
 
-@pytest.mark.parametrize(("batch", "seqlen", "heads"), [(0, 3, 2), (2, 0, 2), (2, 3, 0)])
-def test_nothing_is_launched_for_nothing(kernels: FakeKernels, batch: int, seqlen: int, heads: int):
-    q = torch.randn(batch, seqlen, heads, 32)
-    out, lse = launch(row_of(), q, q, q)
-    assert lse is not None and out.shape == q.shape and lse.shape == (batch, heads, seqlen)
+def test_nothing_is_launched_for_nothing(kernels: FakeKernels):
+    for batch, seqlen, heads in ((0, 3, 2), (2, 0, 2), (2, 3, 0)):
+        q = torch.randn(batch, seqlen, heads, 32)
+        out, lse = launch(row_of(), q, q, q)
+        assert lse is not None and out.shape == q.shape and lse.shape == (batch, heads, seqlen)
     assert kernels.launches == []
