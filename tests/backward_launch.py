@@ -57,10 +57,7 @@ SCORED = [
     *(Problem(100, 150, causal, softcap=cap, num_heads=4) for cap in (0.5, 20.0) for causal in CAUSAL),
     *(Problem(100, 150, causal, alibi=alibi, num_heads=4) for alibi in ("h", "bh") for causal in CAUSAL),
     *(Problem(150, 330, c, dropout=p, num_heads=4, seed=4) for p in (0.1, 0.5, 0.9999) for c in CAUSAL),
-    *(
-        Problem(70, 200, mask=(dims, memory), num_heads=4)
-        for dims, memory in zip(("bhqk", "qk", "k", "bk", "", "hqk"), MEMORY, strict=False)
-    ),
+    *(Problem(70, 200, mask=x, num_heads=4) for x in zip(("bhqk", "qk", "k", "bk", "", "hqk"), MEMORY, strict=False)),
     *(
         Problem(70, 200, "bottom-right", bias=(dims, kind, "plain"), bias_fill=fill, num_heads=4, seed=seed)
         for dims in ("bhqk", "hqk", "k", "q", "", "bh")
@@ -140,14 +137,16 @@ class BackwardLaunch:
     heads_at_once: int = 1
     #: Names of ``found``; all where it is empty.
     wanted: tuple[str, ...] = ()
-    found: dict[str, Tensor] = field(default_factory=dict)
+    found: dict[str, Tensor] = field(init=False)
     #: What the launch allocated.
-    room: Room = field(default_factory=lambda: Room())
+    room: Room = field(init=False)
 
     @classmethod
     def of(cls, row: _C.Row, problem: Problem, device: torch.device | str) -> BackwardLaunch:
         problem = fit(problem, row)
         call = problem.call(gpu.torch_dtype(row), device)
+        if call.scale is None:
+            call = call._replace(scale=problem.head_dim**-0.5)
         generator = torch.Generator(device=device).manual_seed(problem.seed)
         shape = (*call.q.shape[:-1], call.v.shape[-1])
         dout = torch.randn(shape, generator=generator, device=device).to(call.q.dtype)
@@ -156,14 +155,10 @@ class BackwardLaunch:
         if problem.seed % 2:  # as transposed models hand it over
             dout = dout.transpose(-3, -2).contiguous().transpose(-3, -2)
         said = op_arguments(call.q, call.features)
-        # Of rows that are not in use, NaN would be noticed.
         assert ops  # importing them registered them
-        arguments = (call.q, call.k, call.v, cls._scale(problem, call), call.causal)
         with _simulated(False):
-            forward = _forward(row, *arguments, True, None, **said)
-        dlse = None
-        if problem.return_lse:
-            dlse = torch.randn(forward[1].shape, generator=generator, device=device)
+            forward = _forward(row, *call[:5], True, None, **said)
+        dlse = torch.randn(forward[1].shape, generator=generator, device=device) if problem.return_lse else None
         return cls(row, problem, call, dout, dlse, forward, said)
 
     @classmethod
@@ -180,10 +175,6 @@ class BackwardLaunch:
         launch.deterministic = writes_scores(row) or (row.scored and problem.seed % 3 == 0)
         launch.heads_at_once = 1 + problem.seed % 4
         return launch
-
-    @staticmethod
-    def _scale(problem: Problem, call: Call) -> float:
-        return problem.head_dim**-0.5 if call.scale is None else call.scale
 
     @property
     def _names(self) -> list[str]:
@@ -204,10 +195,10 @@ class BackwardLaunch:
 
         call, names = self.call, self._names
         wanted = [name in names for name in ("q", "k", "v", "bias", "sinks")]
-        given = (self.dout, call.q, call.k, call.v, *self.forward, self.dlse, self._scale(self.problem, call))
+        given = (self.dout, *call[:3], *self.forward, self.dlse, call.scale)
         said = self.said | {"row": self.row.name, "wanted": wanted, "deterministic": self.deterministic}
         if writes_scores(self.row):
-            problem = describe((call.q, call.k, call.v), call.causal, Features(**self.said)).problem
+            problem = describe(call[:3], call.causal, Features(**self.said)).problem
             said["deterministic_workspace"] = self.heads_at_once * scores_of_a_head(self.row, problem)
         self.room = Room()
         memory = [mock.patch.object(module, "torch", self.room) for module in (gradients, workspace)]

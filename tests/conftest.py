@@ -1,7 +1,6 @@
 """Options, the parity report, and the rule that GPU tests without a GPU are a failure, not a skip.
 
-What a test recorded is among the properties of its report, which pytest-xdist brings to the process that
-writes. Workers also tell that why they refused to run.
+What a test recorded is among the properties of its report, which pytest-xdist brings to the process that writes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ TMA_TESTS = "test_parity_tma.py"
 #: Of a gate, the tests that take minutes.
 SLOWEST = re.compile(r"::test_(listed_problems|memory_of_whatever_contents_becomes_gradients)\[widebwd|\[compiled")
 BYTES_OF_MUCH = 2**34  # at most half of that lies between the strides that don't fit an int
-WITHOUT_TMA = pytest.StashKey["str | None"]()  # why they are left out; None when they aren't
+WRITTEN = pytest.StashKey[str]()
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # the tests of tools/ import them by name
 
 
@@ -51,49 +50,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr") != "gpu" or is_worker(config):
-        use_one_thread()
+        import torch
+
+        # Without a GPU tensors are small, and a gate has a process for each core: more threads gain nothing, and spin
+        # where others want the core.
+        torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))  # of children, too
     config.stash[REPORT] = ParityReport()
     config.pluginmanager.register(config.stash[REPORT])
     config.stash[LEFT_OUT] = 0
-    config.stash[WITHOUT_TMA] = None
-    # A first launch loads or even compiles code, and the machine may be busy.
-    patient: dict[str, Any] = {
-        "deadline": None,
-        "suppress_health_check": [
-            hypothesis.HealthCheck.too_slow,
-            hypothesis.HealthCheck.function_scoped_fixture,  # which say what is the same for every example
-        ],
-        "print_blob": True,
-    }
+    # A first launch loads or even compiles code, and the machine may be busy; fixtures of a function say what is the
+    # same for every example.
+    checks = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
+    patient: dict[str, Any] = {"deadline": None, "suppress_health_check": checks, "print_blob": True}
     hypothesis.settings.register_profile("fmha", **patient)
-    hypothesis.settings.register_profile(
-        "parity", **patient, database=None, max_examples=config.getoption("--parity-examples")
-    )
+    examples = config.getoption("--parity-examples")
+    hypothesis.settings.register_profile("parity", **patient, database=None, max_examples=examples)
     hypothesis.settings.load_profile("fmha")
 
 
-def use_one_thread() -> None:
-    """Without a GPU tensors are small, and a gate has a process for each core: more threads gain nothing, and spin
-    where others want the core."""
-    import torch
-
-    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))  # of children, too
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out the tests of a kind of row that the rows under test don't have. Named on the command line,
     the file is collected all the same, and fails."""
-    if collection_path.name != TMA_TESTS:
-        return None
+    return (collection_path.name == TMA_TESTS and without_tma() is not None) or None
+
+
+def without_tma() -> str | None:
+    """Why those tests are left out; None when they aren't."""
     import gpu
 
-    config.stash[WITHOUT_TMA] = gpu.without_tma()
-    return True if config.stash[WITHOUT_TMA] else None
+    return gpu.without_tma()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if is_worker(config) and config.getoption("markexpr") == "gpu":
-        items[:] = spread(items, config.workerinput["workercount"])  # type: ignore[attr-defined]
+        items[:] = spread(items, config.workerinput["workercount"])
 
 
 def spread(items: list[Any], shares: int) -> list[Any]:
@@ -116,9 +106,8 @@ def partial(session: pytest.Session) -> str | None:
     if left_out := session.config.stash[LEFT_OUT]:
         return f"{left_out} of the GPU tests are left out"
     files = {path.name for path in Path(__file__).parent.glob("test_parity*.py")}
-    if session.config.stash[WITHOUT_TMA]:
-        files.remove(TMA_TESTS)
-    if absent := sorted(files - {item.path.name for item in session.items}):
+    without = {TMA_TESTS} if without_tma() else set()
+    if absent := sorted(files - without - {item.path.name for item in session.items}):
         return f"nothing of {' and '.join(absent)} is run"
     return None
 
@@ -145,7 +134,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Ends a run of GPU tests on a machine that can't run them with exit status 1 and the reason."""
     if (reason := refusal(session)) is not None:
         if is_worker(session.config):
-            session.config.workeroutput["refusal"] = reason  # type: ignore[attr-defined]
+            session.config.workeroutput["refusal"] = reason
         pytest.exit(reason, returncode=1)
 
 
@@ -155,11 +144,9 @@ def is_worker(config: pytest.Config) -> bool:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: object) -> None:
-    output = getattr(node, "workeroutput", {})
-    if "refusal" in output:
-        pytest.exit(output["refusal"], returncode=1)
-    node.config.stash[WITHOUT_TMA] = output.get("without_tma")
+def pytest_testnodedown(node: Any) -> None:
+    if reason := getattr(node, "workeroutput", {}).get("refusal"):
+        pytest.exit(reason, returncode=1)
 
 
 @pytest.fixture
@@ -234,32 +221,24 @@ def machine_code(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.
 
     from cutlass_fmha import _C
 
-    extension = Path(str(_C.__file__))
     if not is_worker(pytestconfig):
-        return read_kernels(extension)
+        return read_kernels(Path(_C.__file__))
     # A worker's directory is one of several in that of the run.
     file = tmp_path_factory.getbasetemp().parent / "machine-code.pickle"
     with file.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not file.exists():
-            kernels = read_kernels(extension)
-            file.write_bytes(pickle.dumps(kernels))
-            return kernels
-    found: list[Kernel] = pickle.loads(file.read_bytes())
-    return found
+            file.write_bytes(pickle.dumps(read_kernels(Path(_C.__file__))))
+    return pickle.loads(file.read_bytes())
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    directory: Path | None = session.config.getoption("--parity-report")
-    if is_worker(session.config):
-        session.config.workeroutput["without_tma"] = session.config.stash[WITHOUT_TMA]  # type: ignore[attr-defined]
+    directory = session.config.getoption("--parity-report")
+    if is_worker(session.config) or directory is None:
         return
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    outcomes = ("passed", "failed", "error", "skipped")
-    tests = {name: len(reporter.stats.get(name, ())) for name in outcomes if reporter.stats.get(name)}
-    if directory is None:
-        return
+    stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
+    tests = {name: len(stats[name]) for name in ("passed", "failed", "error", "skipped") if stats.get(name)}
     if not tests:  # refused, or no worker lived long enough to run any
         session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED
         return
@@ -270,9 +249,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     under_test = (*gpu.rows(), *gpu.scored_rows(), *gpu.wide_rows(), *gpu.backward_rows())
     report.expected = [row.name for row in under_test]
     report.processes = session.config.getoption("numprocesses", None) or 1
-    arch = gpu.rows_arch()
-    assert arch is not None
-    machine = parity_report.environment(arch, gpu.mode(), source_hash())
+    machine = parity_report.environment(gpu.rows_arch(), gpu.mode(), source_hash())
     content = report.content(exitstatus == 0 and set(tests) == {"passed"}, tests, machine)
     missing = f"; rows that nothing covered: {', '.join(report.missing)}" if report.missing else ""
     session.config.stash[WRITTEN] = f"parity report: {report.write(directory, content)}{missing}"
@@ -280,11 +257,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
-WRITTEN = pytest.StashKey[str]()
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if (reason := config.stash[WITHOUT_TMA]) is not None:
+    if config.getoption("markexpr") == "gpu" and (reason := without_tma()) is not None:
         terminalreporter.write_line(f"{TMA_TESTS} is left out: {reason}")
     if (line := config.stash.get(WRITTEN, None)) is not None:
         terminalreporter.write_line(line)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 from operands import poison
 from torch import Tensor
@@ -18,7 +19,6 @@ from cutlass_fmha.dispatch.device import can_execute, code_for
 from cutlass_fmha.dispatch.table import PLAIN
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 if _C.build_info().get("simulator"):
     # The package's own way to a kernel leads to the simulator as well.
@@ -46,33 +46,30 @@ def device() -> torch.device:
     return torch.device("cpu") if simulated() else torch.device("cuda", 0)
 
 
-def _under_test(*families: str) -> list[_C.Row]:
+def _under_test(rows: list[_C.Row], *families: str) -> list[_C.Row]:
     """All of one architecture; none where there is no GPU to test them on."""
     if unusable() is not None:
         return []
-    return [row for row in _C.rows() if row.arch == rows_arch() and row.family in families]
+    return [row for row in rows if row.arch == rows_arch() and row.family in families]
 
 
 def rows() -> list[_C.Row]:
     """The plain rows under test."""
-    return _under_test(*PLAIN)
+    return _under_test(_C.rows(), *PLAIN)
 
 
 def scored_rows() -> list[_C.Row]:
     """The scored rows under test, the ranged and the masked ones."""
-    return _under_test("ranged", "masked", "scored", "few_query_scored", "wide_scored")
+    return _under_test(_C.rows(), "ranged", "masked", "scored", "few_query_scored", "wide_scored")
 
 
 def wide_rows() -> list[_C.Row]:
-    """The wide rows under test."""
-    return _under_test("wide")
+    return _under_test(_C.rows(), "wide")
 
 
 def backward_rows() -> list[_C.Row]:
     """The rows under test that compute gradients."""
-    if unusable():
-        return []
-    return [row for row in _C.backward_rows() if row.arch == rows_arch() and row.family != "query_product"]
+    return _under_test(_C.backward_rows(), "backward", "backward_wide")
 
 
 @contextlib.contextmanager
@@ -97,10 +94,9 @@ def held(stream: torch.cuda.Stream) -> Iterator[None]:
 def mode() -> str:
     """How the rows run: ``native``, ``ptx`` (sm_89 rows on another GPU) or ``proxy`` (compiled for it); with
     ``80`` or ``86`` behind it where it is what they are compiled for there that runs."""
-    arch = rows_arch()
-    if arch in _proxies():
+    if rows_arch() in _C.build_info()["proxy"]:
         return "proxy"
-    code = code_for(_targets()[arch], torch.cuda.get_device_capability(0))
+    code = code_for(_C.build_info()["compiled_for"][rows_arch()], torch.cuda.get_device_capability(0))
     how, number = ("ptx" if code.startswith("compute") else "native"), code.partition("_")[2]
     return how + (number if number in ("80", "86") else "")
 
@@ -110,23 +106,12 @@ def own_arch() -> int:
     return {8: 89, 12: 120}.get(major, 10 * major + minor)
 
 
-def _targets() -> dict[int | None, str]:
-    targets = _C.build_info()["compiled_for"]
-    assert isinstance(targets, dict)
-    return targets
-
-
-def _proxies() -> dict[int, int]:
-    proxy = _C.build_info()["proxy"]
-    assert isinstance(proxy, dict)
-    return proxy
-
-
 def unusable() -> str | None:
     """Why the rows can't be tested on this machine, in one sentence; None when they can."""
     if simulated():
         return None
-    if not _C.build_info()["cuda"]:
+    build = _C.build_info()
+    if not build["cuda"]:
         return "cutlass_fmha was built without CUDA, so there is no kernel to test"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA, so it can make no tensor on a GPU"
@@ -137,11 +122,10 @@ def unusable() -> str | None:
     arch = rows_arch()
     if not any(row.arch == arch for row in _C.rows()):
         return f"this build of cutlass_fmha has no sm_{arch} rows"
-    assert arch is not None
-    compiled_for = _proxies().get(arch, arch)
+    compiled_for = build["proxy"].get(arch, arch)
     if compiled_for not in (89, own_arch()):
         return f"this build's sm_{arch} rows are code for sm_{compiled_for}, and this GPU is sm_{own_arch()}"
-    target = _targets()[arch]
+    target = build["compiled_for"][arch]
     if not can_execute(target, torch.cuda.get_device_capability(0)):
         return f"this build's sm_{arch} rows are compiled for sm_{target}, which this GPU can't execute"
     return None
@@ -168,9 +152,13 @@ def without_tma() -> str | None:
     return "no row of this build copies by TMA; the candidates do: CUTLASS_FMHA_MANIFEST=src/candidates.cmake"
 
 
+def by_row(rows: list[_C.Row]) -> pytest.MarkDecorator:
+    """For a test of each row."""
+    return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
+
+
 def torch_dtype(row: _C.Row) -> torch.dtype:
-    found: torch.dtype = getattr(torch, row.dtype)
-    return found
+    return getattr(torch, row.dtype)
 
 
 @dataclass
@@ -198,13 +186,11 @@ class Guarded:
         return torch.where(outside, bits == pattern, True).all()
 
 
-# ---- offsets that need 64 bits -----------------------------------------------------------------------------
-
 FAR = 2**31  # elements
 REGION = 2**19  # distance between the first elements of q, k, v and o
 
 
-def far_view(buffer: torch.Tensor, index: int, shape: tuple[int, ...], axis: int) -> torch.Tensor:
+def far_view(buffer: Tensor, index: int, shape: tuple[int, ...], axis: int) -> Tensor:
     """A view of ``shape`` whose last index along ``axis`` is 2^31 elements away from the first."""
     strides = [0, 0, 0, 1]
     step = shape[3]

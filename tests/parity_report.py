@@ -1,7 +1,4 @@
-"""What a parity run showed, as JSON and Markdown: the machine, the versions, each row's worst errors.
-
-Each test has records of its own, which its report brings to the process that writes: under pytest-xdist, too.
-"""
+"""What a parity run showed, as JSON and Markdown: the machine, the versions, each row's worst errors."""
 
 from __future__ import annotations
 
@@ -76,7 +73,7 @@ class ParityReport:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Adds a test's records to those of all, once."""
         for name, rows in report.user_properties if report.when == "teardown" else ():
-            for row, record in rows.items() if name == RECORDS else ():  # type: ignore[attr-defined]
+            for row, record in rows.items() if name == RECORDS else ():
                 self.rows.setdefault(row, RowRecord()).merge(RowRecord(**record))
 
     @property
@@ -132,28 +129,24 @@ MODES = {
 }
 
 
-def markdown(content: dict[str, object]) -> str:
+def markdown(content: dict[str, Any]) -> str:
     """The report for people: a paragraph, then a table of rows."""
-    rows = content["rows"]
-    assert isinstance(rows, dict)
-    verdict = "passed" if content["passed"] else "FAILED"
-    mode = MODES[str(content["mode"])]
-    if compiler := content.get("ptx_compiler"):
+    c, rows = content, content["rows"]
+    mode, missing = MODES[c["mode"]], ""
+    if compiler := c.get("ptx_compiler"):
         mode += f", of which {compiler} made the GPU's code"
+    if c["rows_missing"]:
+        missing = f"; missing: {', '.join(c['rows_missing'])}"
+    tests = ", ".join(f"{count} {outcome}" for outcome, count in c["tests"].items())
+    covered = f"{len(rows)} of {len(c['rows_expected'])} rows covered{missing}"
     lines = [
-        f"# Parity of the sm_{content['arch']} rows on {content['gpu']}: {verdict}",
+        f"# Parity of the sm_{c['arch']} rows on {c['gpu']}: {'passed' if c['passed'] else 'FAILED'}",
         "",
-        f"{content['date']}, mode {content['mode']} ({mode}), compute capability "
-        f"{content['capability']}, driver {content['driver']}, Python {content['python']}, torch "
-        f"{content['torch']} (CUDA {content['cuda']}), cutlass_fmha {content['package']}.",
-        f"Hash of src/: `{content['source_hash']}`.",
+        f"{c['date']}, mode {c['mode']} ({mode}), compute capability {c['capability']}, driver {c['driver']}, "
+        f"Python {c['python']}, torch {c['torch']} (CUDA {c['cuda']}), cutlass_fmha {c['package']}.",
+        f"Hash of src/: `{c['source_hash']}`.",
         "",
-        f"{len(rows)} of {len(list(content['rows_expected']))} rows covered"  # type: ignore[call-overload]
-        + (f"; missing: {', '.join(content['rows_missing'])}" if content["rows_missing"] else "")  # type: ignore[arg-type]
-        + ". Tests: "
-        + ", ".join(f"{count} {outcome}" for outcome, count in content["tests"].items())  # type: ignore[attr-defined]
-        + f", in {content['processes']} process(es)"
-        + ".",
+        f"{covered}. Tests: {tests}, in {c['processes']} process(es).",
         "",
         "Errors are against dense fp64 attention; ratios are to the tolerance of tests/oracle.py: 1 at most.",
         "",

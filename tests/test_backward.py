@@ -27,6 +27,7 @@ from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.launch import gradients as launch
 
 F64 = torch.float64
+BACKWARD = torch.ops.cutlass_fmha.attend_backward
 
 
 def drawn(*shape: int, dtype: torch.dtype = F64) -> Tensor:
@@ -51,11 +52,10 @@ BLOCKS = (ints(1, 2, 2).view(1, 1, 3), ints(1, 0, 1, 2, 1, 2).view(1, 1, 3, 2), 
 EVERYTHING = {name: x for name, x in OF_DOCUMENTS.items() if "_seqlen" not in name} | {"block_mask": BLOCKS}
 
 
-@pytest.mark.parametrize(
-    "said",
-    [{"layout": "bhsd", "causal": "top-left", "scale": -0.7}, EVERYTHING, OF_DOCUMENTS],
-    ids=["heads first", "all", "packed"],
-)
+HEADS_FIRST = {"layout": "bhsd", "causal": "top-left", "scale": -0.7}
+
+
+@pytest.mark.parametrize("said", [HEADS_FIRST, EVERYTHING, OF_DOCUMENTS], ids=["heads first", "all", "packed"])
 def test_gradients_are_those_of_finite_differences(said: dict[str, Any]):
     """Of the output and of the LSE, where there is one. test_oracle_gradients.py draws mixtures, for the op alone."""
     q, k, v = (x.detach() for x in tensors(6, 8, head_dim=2))
@@ -85,18 +85,15 @@ def test_broadcast_and_strided_gradients_of_the_output():
             torch.testing.assert_close(x, y)
 
 
-# ---- the op ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("numbers", [(0.3, 0.0, 0.0), (0.3, 2.0, 0.0), (0.3, 0.0, 0.5)])
 def test_numbers_of_a_graph_take_the_place_of_scale_softcap_and_dropout(numbers: tuple[float, float, float]):
     q, k, v = (x.detach() for x in tensors())
     out, lse = attention(q, k, v, scale=0.3, return_lse=True)
-    call, seed = torch.ops.cutlass_fmha.attend_backward, torch.tensor([3])
-    said = {"softcap": numbers[1], "dropout_p": numbers[2], "dropout_seed": seed}
-    expected = call(out, q, k, v, out, lse, None, numbers[0], "none", **said)
-    given = {"numbers": torch.tensor(numbers, dtype=F64), "dropout_seed": seed}
-    assert all(map(torch.equal, call(out, q, k, v, out, lse, None, 1.0, "none", **given), expected))
+    seed, (scale, softcap, p) = torch.tensor([3]), numbers
+    given = (out, q, k, v, out, lse, None)
+    expected = BACKWARD(*given, scale, "none", softcap=softcap, dropout_p=p, dropout_seed=seed)
+    found = BACKWARD(*given, 1.0, "none", numbers=torch.tensor(numbers, dtype=F64), dropout_seed=seed)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
@@ -107,21 +104,18 @@ def test_shares_of_the_keys_add_up_to_the_whole(said: dict[str, Any], packed: bo
     q, k, v = (x.detach() for x in tensors(dtype=dtype))
     dout, dlse = drawn(*q.shape, dtype=dtype), drawn(2, 4, 7, dtype=dtype).float()
 
-    def call(first: int, last: int, *result: Tensor) -> tuple[Tensor, ...]:
-        given, features = [x[:, first:last] for x in (k, v)], dict(said)
-        rows = [dout, q, *given, *result[:1]]
-        lses = [*result[1:], dlse]
+    def call(first: int, last: int) -> tuple[Tensor, ...]:
+        rows, lses, features = [dout, q, k[:, first:last], v[:, first:last], out], [lse, dlse], said
         if packed:
             rows = [x.flatten(0, 1) for x in rows]
             lses = [x.transpose(0, 1).flatten(1) for x in lses]
             keys = last - first
-            features |= {"cu_seqlens_q": ints(0, 7, 14), "cu_seqlens_k": ints(0, keys, 2 * keys)}
-        op = torch.ops.cutlass_fmha.attend_backward
-        found = op(rows[0], *rows[1:5], *lses, 0.3, "none", **features)[:3]
+            features = said | {"cu_seqlens_q": ints(0, 7, 14), "cu_seqlens_k": ints(0, keys, 2 * keys)}
+        found = BACKWARD(*rows, *lses, 0.3, "none", **features)[:3]
         return tuple(x.unflatten(0, (2, -1)) if packed else x for x in found)
 
-    result = attention(q, k, v, scale=0.3, return_lse=True, **said)
-    whole, one, other = (call(*part, *result) for part in ((0, 9), (0, 4), (4, 9)))
+    out, lse = attention(q, k, v, scale=0.3, return_lse=True, **said)
+    whole, one, other = call(0, 9), call(0, 4), call(4, 9)
     torch.testing.assert_close(one[0] + other[0], whole[0], rtol=1e-5, atol=1e-6)
     for n in (1, 2):
         torch.testing.assert_close(torch.cat([one[n], other[n]], 1), whole[n], rtol=1e-5, atol=1e-6)
@@ -130,10 +124,10 @@ def test_shares_of_the_keys_add_up_to_the_whole(said: dict[str, Any], packed: bo
 def test_a_gradient_that_nobody_wants_is_empty():
     q, k, v = (x.detach() for x in tensors())
     out, lse = attention(q, k, v, return_lse=True)
-    call = torch.ops.cutlass_fmha.attend_backward
-    every = call(out, q, k, v, out, lse, None, 0.3, "none")
+    given = (out, q, k, v, out, lse, None, 0.3, "none")
+    every = BACKWARD(*given)
     for wanted in itertools.product((False, True), repeat=3):
-        found = call(out, q, k, v, out, lse, None, 0.3, "none", wanted=[*wanted, False, False])
+        found = BACKWARD(*given, wanted=[*wanted, False, False])
         for x, y, need in zip(found, every, (*wanted, False, False), strict=True):
             assert torch.equal(x, y) if need else x.numel() == 0
 
@@ -146,7 +140,7 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, Any]) -> None
     usual = {"family": "backward", "dtype": "float16", "smem_bytes": 99000, "alignment": 16, "arch": 90}
     usual |= {"scored": False, "writes_scores": False}
     made = tuple(SimpleNamespace(index=i, **usual | row) for i, row in enumerate(rows))
-    monkeypatch.setattr(tables, "backward", lambda: tables.Table(made))  # type: ignore[arg-type]
+    monkeypatch.setattr(tables, "backward", lambda: tables.Table(made))
     monkeypatch.delenv("CUTLASS_FMHA_FORCE_ARCH", raising=False)
 
 
@@ -165,38 +159,32 @@ def test_the_least_head_dim_that_holds_both_is_chosen(dims: tuple[int, int | Non
 
 
 @pytest.mark.usefixtures("four_rows")
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
+def test_where_no_row_can_the_nearest_say_why():
+    for change, sentence in (
         ({"head_dim": 136}, "bwd_sm89_d64: made for head dims up to 64, and the tensors have 136"),
         ({"dtype": "float32"}, "bwd_sm89_d128: computes float16, and the tensors are float32"),
         ({"features": ("softcap",)}, "bwd_sm89_d128: has no softcap"),
         ({"features": ("pages",)}, "bwd_sm89_d128: has no paged keys"),
-    ],
-)
-def test_where_no_row_can_the_nearest_say_why(change: dict[str, Any], sentence: str):
-    problem = replace(Problem(1, 64, 64, 4, 2, 64, "float16"), **change)
-    with pytest.raises(cutlass_fmha.UnsupportedError, match=re.escape(sentence)):
-        gradients.choose(problem, L4)
+    ):
+        problem = replace(Problem(1, 64, 64, 4, 2, 64, "float16"), **change)
+        with pytest.raises(cutlass_fmha.UnsupportedError, match=re.escape(sentence)):
+            gradients.choose(problem, L4)
 
 
 @pytest.mark.usefixtures("four_rows")
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
+def test_wide_rows_have_gradients_of_what_their_forward_knows():
+    kind = {"family": "backward_wide", "arch": 89, "dtype": "float32", "head_dim": 512, "scored": True}
+    row = SimpleNamespace(**kind, smem_bytes=60000, alignment=16)
+    asked = Problem(1, 64, 64, 4, 2, 300, "float32", features=("window", "bias", "varlen"), window=(-1, 5))
+    table = tables.Table((row,))
+    assert gradients.reasons(row, asked, L4, table, deterministic=True) == []
+    for change, sentence in (
         ({"features": ("softcap", "mask")}, "has no softcap"),
         ({"features": ("cache_batch_idx",)}, "has no cache_batch_idx"),
         ({"features": ("window",), "window": (3, -1)}, "has no window with a left limit"),
         ({"head_dim_v": 513}, "made for head dims up to 512, and the tensors have 300, value 513"),
-    ],
-)
-def test_wide_rows_have_gradients_of_what_their_forward_knows(change: dict[str, Any], sentence: str):
-    row: Any = SimpleNamespace(family="backward_wide", arch=89, dtype="float32", head_dim=512, scored=True)
-    row.smem_bytes, row.alignment = 60000, 16
-    asked = Problem(1, 64, 64, 4, 2, 300, "float32", features=("window", "bias", "varlen"), window=(-1, 5))
-    table = tables.Table((row,))
-    assert gradients.reasons(row, asked, L4, table, deterministic=True) == []
-    assert gradients.reasons(row, replace(asked, **change), L4, table) == [sentence]
+    ):
+        assert gradients.reasons(row, replace(asked, **change), L4, table) == [sentence]
 
 
 def symbols(*sizes: int) -> tuple[ShapeEnv, list[Any]]:
@@ -207,12 +195,11 @@ def symbols(*sizes: int) -> tuple[ShapeEnv, list[Any]]:
 
 
 @pytest.mark.usefixtures("four_rows")
-@pytest.mark.parametrize(("head_dim", "sentence"), [(64, ""), (4096, "made for head dims up to")])
-def test_a_row_is_asked_for_while_sizes_are_symbols(head_dim: int, sentence: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_row_is_asked_for_while_sizes_are_symbols(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch.devices, "of_index", lambda index: L4)
-    problem = Problem(2, 100, 100, 4, 4, *symbols(head_dim)[1], "float16")
-    assert sentence in launch.refusal(problem, 0)
-    assert bool(launch.refusal(problem, 0)) == bool(sentence)
+    fits, does_not = (Problem(2, 100, 100, 4, 4, *symbols(size)[1], "float16") for size in (64, 4096))
+    assert launch.refusal(fits, 0) == ""
+    assert "made for head dims up to" in launch.refusal(does_not, 0)
 
 
 @pytest.mark.usefixtures("two_routes")
@@ -268,9 +255,7 @@ def two_routes(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"seqlen_q": 64, "seqlen_k": 64}, None, "scored", 0),  # a tile of keys awaits nobody
     ],
 )
-def test_the_cheaper_route_within_the_cap_is_chosen(
-    change: dict[str, Any], workspace: int | None, row: str, heads: int
-):
+def test_the_cheaper_route_within_the_cap_is_chosen(change: dict, workspace: int | None, row: str, heads: int):
     route = gradients.choose(replace(LONG, **change), H200, None, True, workspace)
     assert (route.row.name, route.heads) == (row, heads)
     assert route.scores <= (workspace or gradients.DEFAULT_WORKSPACE) and bool(route.scores) == bool(heads)
@@ -286,9 +271,8 @@ def test_explain_says_which_route_deterministic_gradients_take_and_why():
     less = cutlass_fmha.explain(**given, deterministic_workspace=9)
     assert less.winner == "scored"
     assert f"writes {WHOLE} bytes of dS for a head of keys, and deterministic_workspace is 9" in str(less)
-    before = cutlass_fmha.set_deterministic_workspace(9)
+    assert cutlass_fmha.set_deterministic_workspace(9) == gradients.DEFAULT_WORKSPACE
     try:
-        assert before == gradients.DEFAULT_WORKSPACE
         assert cutlass_fmha.explain(**given).winner == "scored"
     finally:
         assert cutlass_fmha.set_deterministic_workspace(None) == 9
@@ -298,12 +282,10 @@ def test_explain_says_which_route_deterministic_gradients_take_and_why():
 
 
 def test_a_size_that_is_none_is_refused():
-    for size, error, sentence in (
-        (-1, ValueError, "deterministic_workspace must be 0 bytes or more, or None, got -1"),
-        (1.5, TypeError, "deterministic_workspace must be an int"),
-    ):
-        with pytest.raises(error, match=sentence):
-            attention(*tensors(), deterministic=True, deterministic_workspace=size)
+    with pytest.raises(ValueError, match="deterministic_workspace must be 0 bytes or more, or None, got -1"):
+        attention(*tensors(), deterministic=True, deterministic_workspace=-1)
+    with pytest.raises(TypeError, match="deterministic_workspace must be an int"):
+        attention(*tensors(), deterministic=True, deterministic_workspace=1.5)
     with pytest.raises(ValueError, match="size must be 0 bytes or more, or None, got -2"):
         cutlass_fmha.set_deterministic_workspace(-2)
 
@@ -317,7 +299,7 @@ def test_gradients_lie_as_a_compiled_graph_expects(head_dim: int, monkeypatch: p
     real = launch.launch(out, (q, k, v), out, lse, None, 0.3, "none", {}, (True, True, True, False, False))
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, k, v, out, lse = (torch.empty_like(x, device="cuda") for x in (q, k, v, out, lse))
-        fake = torch.ops.cutlass_fmha.attend_backward(out, q, k, v, out, lse, None, 0.3, "none")
+        fake = BACKWARD(out, q, k, v, out, lse, None, 0.3, "none")
     assert [(x.shape, x.stride(), x.dtype) for x in fake] == [(x.shape, x.stride(), x.dtype) for x in real]
 
 
@@ -339,9 +321,10 @@ def params(**changes: Any) -> _C.BackwardParams:
     return found
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
+def test_parameters_that_contradict_each_other():
+    row = next((row.index for row in _C.backward_rows()), 0)
+    many = {"batch": 2**29, "num_heads": 4, "lse_batch_stride": 0, "lse_head_stride": 0}
+    for changes, sentence in (
         ({"dout": 0}, "dout must be an address"),
         ({"lse": 0}, "lse must be an address"),
         ({"dsinks": SOMEWHERE + 2}, "dsinks must be aligned to 4 bytes"),
@@ -350,16 +333,10 @@ def params(**changes: Any) -> _C.BackwardParams:
         ({"num_heads": 3, "num_heads_kv": 2}, "must be a multiple of num_heads_kv"),
         ({"head_dim_v": 0}, "head_dim_v must be between 1 and"),
         ({"dq_stride": (-1, 0, 0)}, "dq_stride must be between 0 and"),
-        (
-            {"batch": 2**29, "num_heads": 4, "lse_batch_stride": 0, "lse_head_stride": 0},
-            r"batch \* num_heads must be below 2\^31",
-        ),
-    ],
-)
-def test_parameters_that_contradict_each_other(changes: dict[str, Any], sentence: str):
-    row = next((row.index for row in _C.backward_rows()), 0)
-    with pytest.raises(ValueError, match=sentence):
-        _C.run(row, params(**changes), 0, 0)
+        (many, r"batch \* num_heads must be below 2\^31"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            _C.run(row, params(**changes), 0, 0)
 
 
 def test_blocks_of_a_mask_are_whole_pieces_of_tiles():
@@ -374,16 +351,12 @@ def test_blocks_of_a_mask_are_whole_pieces_of_tiles():
         gradients.choose(problem, L4, row.name)
 
 
-UNKNOWN = dict.fromkeys(("prefix_lengths", "alibi_slopes", "sinks"), SOMEWHERE)
-UNKNOWN |= {"window_left": 3, "softcap": 1.0}
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_parameters_that_a_wide_row_does_not_know(name: str):
+def test_parameters_that_a_wide_row_does_not_know():
     wide = [row.index for row in _C.backward_rows() if row.family == "backward_wide"]
-    for row in wide[:1]:
+    unknown = dict.fromkeys(("prefix_lengths", "alibi_slopes", "sinks"), SOMEWHERE)
+    for name, value in (unknown | {"window_left": 3, "softcap": 1.0}).items() if wide else ():
         with pytest.raises(ValueError, match=f"does not know {name}"):
-            _C.run(row, params(**{name: UNKNOWN[name]}), 0, 0)
+            _C.run(wide[0], params(**{name: value}), 0, 0)
 
 
 def test_the_workspace_holds_whole_tiles():
@@ -399,20 +372,16 @@ def test_the_workspace_holds_whole_tiles():
     assert packed.workspace_floats(64, 256, 128) == 2 * (2**28 + 3 * 64) * (128 + 2)
 
 
-# ---- torch's machinery -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_with_dynamic_shapes(backend: str):
-    torch._dynamo.reset()
+    def loss(*x: Tensor) -> Tensor:
+        return attention(*x, causal=True).sin().sum()
+
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    call = torch.compile(
-        lambda *x: attention(*x, causal=True).sin().sum(), fullgraph=True, dynamic=True, backend=counter
-    )
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=counter)
     for seqlen_q, seqlen_k in ((7, 9), (12, 10), (16, 33)):
         inputs = tensors(seqlen_q, seqlen_k, torch.float32)
-        found = torch.autograd.grad(call(*inputs), inputs)
-        expected = torch.autograd.grad(attention(*inputs, causal=True).sin().sum(), inputs)
+        found, expected = (torch.autograd.grad(call(*inputs), inputs) for call in (compiled, loss))
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
@@ -421,12 +390,10 @@ def test_compiled_with_dynamic_shapes(backend: str):
 def test_the_op_is_what_torch_expects():
     q, k, v = (x.detach() for x in tensors(dtype=torch.float32))
     out, lse = attention(q, k, v, causal=True, return_lse=True)
-    op = torch.ops.cutlass_fmha.attend_backward.default
+    op, forward = BACKWARD.default, torch.ops.cutlass_fmha.forward.default
     torch.library.opcheck(op, (out, q, k, v, out, lse, lse, 0.3, "bottom-right"), {"window_left": 3})
     q, k, v, out = (x.bfloat16() for x in (q, k, v, out))
     one = {"wanted": [False, True, False, False, False]}
     torch.library.opcheck(op, (out, q, k, v, out, lse, None, 0.3, "none"), one)
     grads = [x.requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(
-        torch.ops.cutlass_fmha.forward.default, (*grads, 0.3, "none", True, None), test_utils="test_schema"
-    )
+    torch.library.opcheck(forward, (*grads, 0.3, "none", True, None), test_utils="test_schema")

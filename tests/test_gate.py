@@ -61,12 +61,10 @@ def test_drawn_problems_are_of_every_kind():
         assert eval(str(problem)) == problem  # what is printed can be run again
 
     draw()
-    names = ("window", "mask", "bias", "prefix", "blocks", "softcap", "alibi", "sinks", "dropout", "splits")
-    for name in names:
-        assert name in seen
-    for name in ("packed_q", "packed_k", "used_q", "used_k", "leftpad", "page_size", "indexed", "pack"):
-        assert name in seen
-    assert {"top-left", "bottom-right", "other head_dim_v", "odd head dim", "grouped heads", "scale"} <= seen
+    scores = {"window", "mask", "bias", "prefix", "blocks", "softcap", "alibi", "sinks", "dropout", "splits"}
+    lengths = {"packed_q", "packed_k", "used_q", "used_k", "leftpad", "page_size", "indexed", "pack"}
+    kinds = {"top-left", "bottom-right", "other head_dim_v", "odd head dim", "grouped heads", "scale"}
+    assert scores | lengths | kinds <= seen
 
 
 #: A field that a kernel forgets, and a problem that shows it.
@@ -111,17 +109,19 @@ def test_outputs_that_nobody_writes_and_stray_writes_are_noticed(kernels: FakeKe
 
 # ---- long runs ---------------------------------------------------------------------------------------------
 
+ALONE = ("--processes", "1", "--longest", "60")
+
 
 def test_a_long_run_counts_what_it_drew(kernels: FakeKernels, tmp_path, capsys):
-    said = ("--problems", "60", "--processes", "1", "--longest", "60", "--report", str(tmp_path))
-    assert parity_run.main([*said, "--seed", "3"]) == 0
+    said = [*ALONE, "--problems", "60", "--report", str(tmp_path), "--seed", "3"]
+    assert parity_run.main(said) == 0
     (path,) = tmp_path.glob("*.json")
     content = json.loads(path.read_text())
     assert content["passed"] and content["problems"] == 60 == sum(content["rows"].values())
     assert set(content["rows"]) == {row.name for row in ROWS}
     assert content["features"]["splits"] > 5 and 0 < content["worst_ratio"] <= 1
     assert str(tmp_path) not in path.read_text()
-    assert parity_run.main([*said, "--seed", "3"]) == 0
+    assert parity_run.main(said) == 0
     assert "CUTLASS_FMHA_SIMULATOR_SEED" not in os.environ  # which whoever runs next would get
     again = json.loads(path.read_text())
     assert (again["features"], again["rows"]) == (content["features"], content["rows"])
@@ -135,7 +135,7 @@ def test_a_mismatch_ends_a_run_with_the_line_that_repeats_it(kernels: FakeKernel
         return found | {"softcap": found["softcap"] * 1.5}
 
     monkeypatch.setattr(kernels, "features", wrong)
-    assert parity_run.main(["--problems", "100", "--processes", "1", "--longest", "60"]) == 1
+    assert parity_run.main([*ALONE, "--problems", "100"]) == 1
     failure = capsys.readouterr().err
     line = re.search(r"python tools/parity_run.py --rows (\S+) --problem '(.*)'", failure)
     assert line is not None and '"softcap": 0.0' not in line[2]
@@ -159,7 +159,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("op", FAULTS)
 def test_a_fault_beside_attention_ends_a_run(kernels: FakeKernels, monkeypatch, tmp_path, capsys, op: str):
-    said = ("--beside", "--rows", f"^{op}$", "--problems", "60", "--seed", "3", "--processes", "1")
+    said = [*ALONE, "--beside", "--rows", f"^{op}$", "--problems", "60", "--seed", "3"]
     assert parity_run.main([*said, "--report", str(tmp_path)]) == 0
     content = json.loads(next(tmp_path.glob("*-beside-3.json")).read_text())
     assert content["passed"] and content["rows"] == {op: 60} and content["ratios"][op] <= 1
@@ -167,7 +167,7 @@ def test_a_fault_beside_attention_ends_a_run(kernels: FakeKernels, monkeypatch, 
     name, wrong = FAULTS[op]
     with monkeypatch.context() as planted:
         planted.setattr(name, wrong(pkgutil.resolve_name(name)))
-        assert parity_run.main([*said]) == 1
+        assert parity_run.main(said) == 1
         line = shlex.split(capsys.readouterr().err.splitlines()[-1])
         assert line[:2] == ["python", "tools/parity_run.py"] and parity_run.main(line[2:]) == 1
     assert parity_run.main(line[2:]) == 0
@@ -177,7 +177,7 @@ def test_a_run_that_its_time_ends_has_not_passed(kernels: FakeKernels, monkeypat
     now = itertools.count(0.0, 0.5)
     clock = SimpleNamespace(time=lambda: next(now), perf_counter=lambda: 0.0)
     monkeypatch.setattr(parity_run, "time", clock)
-    said = ("--processes", "1", "--problems", "60", "--longest", "60", "--report", str(tmp_path))
+    said = (*ALONE, "--problems", "60", "--report", str(tmp_path))
     assert parity_run.main([*said, "--seconds", "5"]) == 1
     (path,) = tmp_path.glob("*.json")
     content = json.loads(path.read_text())

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 DEVICE = gpu.device()
 ROWS = gpu.backward_rows()
-by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+by_row = gpu.by_row(ROWS)
 on_a_gpu = pytest.mark.skipif(gpu.simulated(), reason="a simulator has no graphs and no far strides")
 
 
@@ -48,7 +48,7 @@ def test_drawn_problems(row: _C.Row, parity: ParityReport):
     agrees()
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.dtype == "float16"], ids=lambda row: row.name)
+@gpu.by_row([row for row in ROWS if row.dtype == "float16"])
 def test_only_gradients_of_what_float16_has_no_number_for_are_not_finite(row: _C.Row, parity: ParityReport):
     finite = []
     for problem in OVERFLOWING:
@@ -117,9 +117,6 @@ def test_nan_in_a_query_stays_with_it_and_its_keys(row: _C.Row):
     assert not launch.found["v"][0].isnan().any()
 
 
-# ---- through autograd --------------------------------------------------------------------------------------
-
-
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -160,9 +157,6 @@ def test_a_graph_computes_new_gradients(row: _C.Row, parity: ParityReport):
         parity.check(launch, f"{problem} replayed, seed {seed}")
 
 
-# ---- offsets that need 64 bits -----------------------------------------------------------------------------
-
-
 @on_a_gpu
 @pytest.mark.usefixtures("much_memory")
 @by_row
@@ -183,7 +177,7 @@ def test_offsets_beyond_31_bits(row: _C.Row, axis: int, parity: ParityReport):
 
 @on_a_gpu
 @pytest.mark.usefixtures("much_memory")
-@pytest.mark.parametrize("row", [row for row in ROWS if row.head_dim == 64][:1], ids=lambda row: row.name)
+@gpu.by_row([row for row in ROWS if row.head_dim == 64][:1])
 def test_a_workspace_of_more_than_two_to_the_31_elements(row: _C.Row):
     """Packed documents of few rows, each of which has a whole tile."""
     dtype, length, heads = gpu.torch_dtype(row), 8, 8
@@ -193,9 +187,9 @@ def test_a_workspace_of_more_than_two_to_the_31_elements(row: _C.Row):
     k, v = (torch.randn(count * length, 1, 64, device=DEVICE, dtype=dtype).expand(shape) for _ in range(2))
     starts = torch.arange(count + 1, dtype=torch.int32, device=DEVICE) * length
     said = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": length, "max_seqlen_k": length}
-    call = torch.ops.cutlass_fmha
-    out, lse = call.attend(q, k, v, 0.125, "none", True, None, **said)
-    found = call.attend_backward(dout, q, k, v, out, lse, None, 0.125, "none", row=row.name, **said)
+    ops = torch.ops.cutlass_fmha
+    out, lse = ops.attend(q, k, v, 0.125, "none", True, None, **said)
+    found = ops.attend_backward(dout, q, k, v, out, lse, None, 0.125, "none", row=row.name, **said)
     for number in (0, count // 2, count - 1):
         own = slice(number * length, (number + 1) * length)
         wide = [x[own].double().cpu()[None].requires_grad_() for x in (q, k, v)]

@@ -38,37 +38,31 @@ def placed(x: Tensor, how: str) -> Tensor:
 HOW = ("packed", "padded", "odd", "swapped")
 #: Dimensions before a row's.
 LEADING = st.lists(st.integers(0, 4), max_size=4)
+SEEDS = st.integers(0, 99)
 
 
 def run_norm(
     shape: tuple[int, ...], dtype: torch.dtype, how: str = "packed", *, weighted: torch.dtype | None = None,
-    biased: bool = False, summed: bool = False, out_dtype: torch.dtype | None = None, seed: int = 0,
-    **options: Any,
+    biased: bool = False, summed: bool = False, out_dtype: torch.dtype | None = None, seed: int = 0, **options: Any,
 ) -> None:  # fmt: skip
     """One call and its gradients, against the oracle."""
     x, residual = (placed(randn(*shape, dtype=dtype, seed=seed + n), how).requires_grad_() for n in (0, 1))
-    factors = [
-        randn(shape[-1], dtype=weighted, seed=seed + n).requires_grad_() if weighted and there else None
-        for n, there in ((2, True), (3, biased))
-    ]
+    asked = ((2, weighted), (3, weighted if biased else None))
+    factors = [dt and randn(shape[-1], dtype=dt, seed=seed + n).requires_grad_() for n, dt in asked]
     given = residual if summed else None
     found = rms_norm(x, *factors, residual=given, out_dtype=out_dtype, **options)
-    out, total = found if summed else (found, None)
-    assert out.dtype == (out_dtype or dtype) and out.is_contiguous()
-    dout = placed(randn(*shape, dtype=out.dtype, seed=seed + 4), how)
-    dsum = placed(randn(*shape, dtype=dtype, seed=seed + 5), how) if summed else None
+    results = list(found) if summed else [found]
+    assert results[0].dtype == (out_dtype or dtype) and results[0].is_contiguous()
+    grads = [placed(randn(*shape, dtype=t.dtype, seed=seed + n), how) for n, t in enumerate(results, 4)]
     eps, offset = options.get("eps", 1e-6), options.get("weight_offset", 0.0)
-    expected = RmsNorm(x.detach(), *factors, given, eps, offset, dout, dsum)
-    expected.out.check(out)
+    expected = RmsNorm(x.detach(), *factors, given, eps, offset, grads[0], grads[1] if summed else None)
+    expected.out.check(results[0])
+    if summed:
+        assert torch.equal(results[1].cpu(), expected.sum)
     inputs = [t for t in (x, *factors, given) if t is not None]
-    gradients = torch.autograd.grad(
-        (out, *(() if total is None else (total,))), inputs, [d for d in (dout, dsum) if d is not None]
-    )
-    wanted = [expected.dx, *(e for e in (expected.dweight, expected.dbias) if e is not None)]
-    if total is not None:
-        assert torch.equal(total.cpu(), expected.sum)
-        wanted.append(expected.dx)
-    for gradient, each, like in zip(gradients, wanted, inputs, strict=True):
+    wanted = [expected.dx, expected.dweight, expected.dbias, *[expected.dx] * summed]
+    gradients = torch.autograd.grad(results, inputs, grads)
+    for gradient, each, like in zip(gradients, (e for e in wanted if e is not None), inputs, strict=True):
         assert gradient.dtype == like.dtype
         each.check(gradient)
 
@@ -112,9 +106,8 @@ def test_rms_norm_into_another_dtype(dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rms_norm_of_large_launches(dtype: torch.dtype):
     """From 4 MiB on: a block has several rows, and reads ahead."""
-    bytes_of = torch.finfo(dtype).bits // 8
     for dim in (64, 768):
-        run_norm((2**22 // (dim * bytes_of) + 1, dim), dtype, weighted=dtype, summed=dim == 768)
+        run_norm((2**22 // (dim * dtype.itemsize) + 1, dim), dtype, weighted=dtype, summed=dim == 768)
 
 
 @st.composite
@@ -125,7 +118,7 @@ def norms(draw: Any) -> dict[str, Any]:
     return {
         "shape": (*draw(LEADING), dim), "dtype": dtype, "how": draw(st.sampled_from(HOW)),
         "weighted": draw(st.sampled_from((None, dtype, torch.float32))), "biased": draw(st.booleans()),
-        "summed": draw(st.booleans()), "seed": draw(st.integers(0, 99)),
+        "summed": draw(st.booleans()), "seed": draw(SEEDS),
         "out_dtype": draw(st.sampled_from((None, torch.float32))), "eps": draw(st.sampled_from((0.0, 1e-6, 0.5))),
     }  # fmt: skip
 
@@ -146,8 +139,7 @@ def test_rms_norm_writes_where_it_is_told(dtype: torch.dtype):
     for one, other in zip(found, plain, strict=True):
         torch.testing.assert_close(one, other)
     assert torch.equal(total, plain[1])
-    alone = rms_norm(x, weight, out=torch.empty_like(x))
-    assert torch.equal(alone, rms_norm(x, weight))
+    assert torch.equal(rms_norm(x, weight, out=torch.empty_like(x)), rms_norm(x, weight))
 
 
 @kernels_only
@@ -206,7 +198,7 @@ def test_gated(how: str, name: str, dtype: torch.dtype):
 @kernels_only
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gated_of_large_launches(dtype: torch.dtype):
-    run_gated((2**22 // (11 * 64) // (torch.finfo(dtype).bits // 8) + 1, 11 * 64), dtype, "silu")
+    run_gated((2**22 // (704 * dtype.itemsize) + 1, 704), dtype, "silu")
 
 
 @kernels_only
@@ -219,13 +211,14 @@ def test_gated_of_more_bytes_than_an_int_counts(rows: int, dtype: torch.dtype, m
     assert (out[-1] > 8.5).all() and out.count_nonzero() == 2**13
 
 
-@st.composite
-def units(draw: Any) -> dict[str, Any]:
+def shapes(longest: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.tuples(LEADING, st.integers(1, longest)).map(lambda dims: (*dims[0], dims[1]))
+
+
+def units() -> st.SearchStrategy[dict[str, Any]]:
     """Arguments of ``run_gated``."""
-    return {
-        "shape": (*draw(LEADING), draw(st.integers(1, 300))), "dtype": draw(st.sampled_from(DTYPES)),
-        "name": draw(st.sampled_from(list(UNITS))), "how": draw(st.sampled_from(HOW)), "seed": draw(st.integers(0, 99)),
-    }  # fmt: skip
+    kinds = {"name": st.sampled_from(list(UNITS)), "how": st.sampled_from(HOW), "dtype": st.sampled_from(DTYPES)}
+    return st.fixed_dictionaries({"shape": shapes(300), **kinds, "seed": SEEDS})
 
 
 @drawn
@@ -267,13 +260,10 @@ def run_mlp(shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype, r
         right.check(found.reshape(right.value.shape))
 
 
-@st.composite
-def mlps(draw: Any) -> dict[str, Any]:
+def mlps() -> st.SearchStrategy[dict[str, Any]]:
     """Arguments of ``run_mlp``."""
-    return {
-        "shape": (*draw(LEADING), draw(st.integers(1, 96))), "dims": tuple(draw(st.integers(1, 64)) for _ in "ab"),
-        "dtype": draw(st.sampled_from(DTYPES)), "recompute": draw(st.booleans()), "seed": draw(st.integers(0, 99)),
-    }  # fmt: skip
+    kinds = {"dtype": st.sampled_from(DTYPES), "recompute": st.booleans(), "seed": SEEDS}
+    return st.fixed_dictionaries({"shape": shapes(96), "dims": st.tuples(*[st.integers(1, 64)] * 2), **kinds})
 
 
 @by_dtype

@@ -1,8 +1,7 @@
 """Every row of this GPU's architecture against dense fp64: ``make parity``.
 
-Of scored rows and wide ones every feature that they know, alone and mixed.
-
-A simulator's rows can be tested, too; a GPU's own behaviour (graphs, far strides) is left to the GPU.
+Of scored rows and wide ones every feature that they know, alone and mixed. A simulator's rows can be tested, too; a
+GPU's own behaviour (graphs, far strides) is left to the GPU.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ import pytest
 import torch
 from launches import LARGEST, SPLIT_ERROR, Launch, compare, fit
 from listed_problems import GROUPS, is_short, listed
-from operands import poison
+from operands import CAUSAL, poison
 from parity_report import ParityReport
 from problems import Problem, problems
+from torch import Tensor
 
 import cutlass_fmha
 from cutlass_fmha import _C
@@ -31,9 +31,8 @@ DEVICE = gpu.device()
 PLAIN, SCORED, WIDE = gpu.rows(), gpu.scored_rows(), gpu.wide_rows()
 ROWS = [*PLAIN, *SCORED, *WIDE]
 WIDE_DTYPES = sorted({gpu.torch_dtype(row) for row in WIDE}, key=str)
-by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-by_scored_row = pytest.mark.parametrize("row", SCORED, ids=lambda row: row.name)
-by_wide_row = pytest.mark.parametrize("row", WIDE, ids=lambda row: row.name)
+by_row, by_scored_row, by_wide_row = map(gpu.by_row, (ROWS, SCORED, WIDE))
+by_axis = pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
 on_a_gpu = pytest.mark.skipif(gpu.simulated(), reason="no graphs, far strides and plain calls in a simulator")
 
 
@@ -66,15 +65,11 @@ def test_drawn_problems(row: _C.Row, parity: ParityReport):
 # ---- the way through the package ---------------------------------------------------------------------------
 
 
-def attend(
-    problem: Problem, dtype: torch.dtype, row: str | None = None, **more: object
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(problem: Problem, dtype: torch.dtype, row: str | None = None, **more: object) -> tuple[Tensor, Tensor]:
     """attention() on a problem, compared with the oracle."""
     call = problem.call(dtype, DEVICE)
-    features = {**call.features, **more}
-    out, lse = cutlass_fmha.attention(
-        call.q, call.k, call.v, scale=call.scale, causal=call.causal, return_lse=True, row=row, **features
-    )
+    said = {"scale": call.scale, "causal": call.causal, "row": row, **call.features, **more}
+    out, lse = cutlass_fmha.attention(call.q, call.k, call.v, return_lse=True, **said)
     if out.numel():
         compare(call, out, lse, SPLIT_ERROR if dtype == torch.float32 else 0.0).check()
     return out, lse
@@ -83,6 +78,9 @@ def attend(
 @by_scored_row
 def test_attention_runs_the_row_it_is_told_to(row: _C.Row):
     some = [GROUPS["lengths"][::3], GROUPS["decode"][::4], GROUPS["masks"][::5], GROUPS["scores"][::5]]
+    if not gpu.simulated():
+        plain = Problem(70, 130, causal="bottom-right", seed=3)
+        some.append([plain, replace(plain, layout="unaligned")])
     for problem in itertools.chain(*some):
         attend(fit(problem, row), gpu.torch_dtype(row), row.name)
 
@@ -103,18 +101,10 @@ def test_attention_picks_a_row_that_can(dtype: torch.dtype, family: str | None):
     agrees()
 
 
-@on_a_gpu
-@by_scored_row
-def test_a_plain_problem_may_be_given_to_a_scored_row(row: _C.Row):
-    for layout in ("bshd", "unaligned"):
-        problem = fit(Problem(70, 130, causal="bottom-right", layout=layout, seed=3), row)
-        attend(problem, gpu.torch_dtype(row), row.name)
-
-
 # ---- bits --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", [row for row in SCORED if row.scored], ids=lambda row: row.name)
+@gpu.by_row([row for row in SCORED if row.scored])
 def test_dropout_is_that_of_the_public_mask(row: _C.Row):
     """Equal probabilities and the identity as values: what is dropped is 0."""
     dim, heads, queries = row.head_dim_v, 3, row.tile_m + 5
@@ -160,21 +150,23 @@ def test_repeats_are_bitwise_equal(row: _C.Row, parity: ParityReport):
         assert not differs.item(), f"{row.name}: {problem}: its runs gave more than one result"
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("kind", ["dense", "packed", "paged", "decode", "cache"])
+BATCHES = {
+    "dense": Problem(65, 130, causal="bottom-right", batch=4, num_heads=4, seed=17),
+    "packed": Problem(70, 130, "bottom-right", packed_q=True, packed_k=True, batch=4, num_heads=4, seed=17),
+    "paged": Problem(2, 300, page_size=16, used_k=True, batch=4, num_heads=4, num_heads_kv=1, seed=17),
+    "decode": Problem(1, 700, batch=4, num_heads=8, num_heads_kv=2, seed=17),
+    "cache": Problem(3, 400, "bottom-right", used_k=True, batch=4, num_heads=4, num_heads_kv=2, seed=17),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
 def test_batch_invariant_sequences_do_not_notice_the_others(kind: str):
     """Alone, in a batch, and in a batch with longer sequences: the same bits."""
-    problem = {
-        "dense": Problem(65, 130, batch=4, num_heads=4, causal="bottom-right"),
-        "packed": Problem(70, 130, batch=4, num_heads=4, packed_q=True, packed_k=True, causal="bottom-right"),
-        "paged": Problem(2, 300, batch=4, num_heads=4, num_heads_kv=1, page_size=16, used_k=True),
-        "decode": Problem(1, 700, batch=4, num_heads=8, num_heads_kv=2),
-        "cache": Problem(3, 400, batch=4, num_heads=4, num_heads_kv=2, used_k=True, causal="bottom-right"),
-    }[kind]
-    problem = replace(problem, seed=17)
+    problem = BATCHES[kind]
     call, lengths = problem.call(torch.bfloat16, DEVICE), problem.lengths()
     out, lse = attend(problem, torch.bfloat16, batch_invariant=True)
     for b in range(problem.batch):
@@ -195,9 +187,8 @@ def test_batch_invariant_sequences_do_not_notice_the_others(kind: str):
                     f[name] = f[name][b : b + 1]
         if problem.page_size:  # a table that is only as wide as the sequence needs
             f["page_table"] = f["page_table"][:, : max(1, -(-lengths.used_k[b] // problem.page_size))]
-        alone, alone_lse = cutlass_fmha.attention(
-            q, k, v, causal=call.causal, return_lse=True, batch_invariant=True, **f
-        )
+        f |= {"causal": call.causal, "return_lse": True, "batch_invariant": True}
+        alone, alone_lse = cutlass_fmha.attention(q, k, v, **f)
         assert same_bits(alone, mine) and same_bits(alone_lse, mine_lse), f"{kind}: sequence {b}"
 
 
@@ -235,7 +226,7 @@ def test_keys_that_no_query_sees_are_never_touched(row: _C.Row, beyond: str):
 
 
 @on_a_gpu
-@pytest.mark.parametrize("row", [*SCORED, *WIDE], ids=lambda row: row.name)
+@gpu.by_row([*SCORED, *WIDE])
 def test_a_graph_reads_lengths_tables_and_the_seed_anew(row: _C.Row, parity: ParityReport):
     decode = {"page_size": 64, "dropout": 0.25, "num_splits": 3, "pack": True}
     problem = Problem(2, 600, batch=3, num_heads=8, num_heads_kv=2, used_k=True, **decode)
@@ -272,7 +263,7 @@ def test_attention_in_a_graph_draws_a_new_seed_each_time():
 @on_a_gpu
 @pytest.mark.usefixtures("much_memory")
 @by_row
-@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
+@by_axis
 def test_offsets_beyond_31_bits(row: _C.Row, axis: int, parity: ParityReport):
     """Operands with strides of 2^31 elements and more lie interleaved in 4.3 GB of NaN."""
     buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 4 * gpu.REGION, DEVICE)
@@ -296,7 +287,7 @@ def test_offsets_beyond_31_bits(row: _C.Row, axis: int, parity: ParityReport):
     parity.record(row.name, what, launch.errors())
 
 
-# ---- wide rows: what the example does not do by itself, large head dims, far strides -----------------------
+# ---- wide rows: what the example does not do by itself, large head dims ------------------------------------
 
 
 @by_wide_row
@@ -326,11 +317,10 @@ def test_rows_whose_bias_hides_everything_are_empty(row: _C.Row, parity: ParityR
 
 @by_wide_row
 def test_one_query_is_computed_with_its_group(row: _C.Row, parity: ParityReport):
-    for causal in ("none", "top-left", "bottom-right"):
-        for heads in ((8, 2), (70, 1), (3, 3)):
-            problem = Problem(1, 300, causal=causal, num_heads=heads[0], num_heads_kv=heads[1])
-            bias = ("bhqk", "same", "plain") if causal == "bottom-right" else None
-            check(Launch.of(row, replace(problem, bias=bias, used_k=True, seed=2), DEVICE), parity)
+    for causal, (heads, heads_kv) in itertools.product(CAUSAL, ((8, 2), (70, 1), (3, 3))):
+        bias = ("bhqk", "same", "plain") if causal == "bottom-right" else None
+        problem = Problem(1, 300, causal, num_heads=heads, num_heads_kv=heads_kv, bias=bias, used_k=True, seed=2)
+        check(Launch.of(row, problem, DEVICE), parity)
     packed = Problem(1, 90, batch=4, num_heads=6, num_heads_kv=2, packed_q=True, used_q=True)
     check(Launch.of(row, packed, DEVICE), parity)
 
@@ -360,9 +350,9 @@ def test_attend_runs_the_wide_row_it_is_told_to(row: _C.Row):
 def test_attend_picks_a_wide_row_that_can(dtype: torch.dtype, head_dims: tuple[int, int]):
     if dtype != torch.float32:  # with large head dims only
         head_dims = (head_dims[0] + LARGEST, head_dims[1])
+    dims = {"head_dim": head_dims[0], "head_dim_v": head_dims[1]}
     for layout in ("bshd", "unaligned"):
-        problem = Problem(70, 130, causal="bottom-right", layout=layout, num_heads=4)
-        problem = replace(problem, head_dim=head_dims[0], head_dim_v=head_dims[1])
+        problem = Problem(70, 130, causal="bottom-right", layout=layout, num_heads=4, **dims)
         attend_wide(problem, dtype, None)
         if max(head_dims) <= 512:
             more = {"window": (40, -1), "softcap": 9.0, "sinks": "normal", "mask": ("qk", "plain"), "num_splits": 2}
@@ -377,8 +367,7 @@ def test_sdpa_takes_what_only_wide_rows_take(dtype: torch.dtype):
     ours = cutlass_fmha.scaled_dot_product_attention(q, k, v, is_causal=True)
     bshd = [x.transpose(1, 2) for x in (q, k, v)]
     about = {"causal": "top-left", "product_error": SPLIT_ERROR}
-    errors = oracle_features.compare(ours.transpose(1, 2), None, *bshd, **about)
-    errors.check()
+    oracle_features.compare(ours.transpose(1, 2), None, *bshd, **about).check()
 
 
 @on_a_gpu
@@ -395,10 +384,9 @@ def test_long_sums_are_as_exact_as_unfused_math(row: _C.Row):
 @by_wide_row
 @pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
 def test_more_heads_and_batches_than_a_grid_dimension_holds(row: _C.Row, axis: int, parity: ParityReport):
-    many = {"batch": 70000, "num_heads": 1, "num_heads_kv": 1}
-    if axis == 2:
-        many = {"batch": 1, "num_heads": 70000, "num_heads_kv": 70000}
-    launch = Launch.of(row, Problem(2, 3, return_lse=False, **many), DEVICE)
+    batch, heads = (70000, 1) if axis == 0 else (1, 70000)
+    problem = Problem(2, 3, batch=batch, num_heads=heads, num_heads_kv=heads, return_lse=False)
+    launch = Launch.of(row, problem, DEVICE)
     launch.run()
     out = launch.out.view[..., : launch.problem.head_dim_v]
     assert launch.out.intact() and not out.isnan().any()

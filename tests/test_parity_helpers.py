@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import gpu
@@ -28,6 +29,7 @@ from cutlass_fmha.cascade import cascade_attention, merge_states
 from cutlass_fmha.kv_cache import with_kv_cache
 from cutlass_fmha.launch import helpers
 from cutlass_fmha.launch.workspace import Workspace
+from cutlass_fmha.norm import rms_norm
 from cutlass_fmha.rotary import rotary
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -95,16 +97,12 @@ LAYOUTS = ("packed", "padded", "odd", "bhsd")
 # ---- combining split keys ----------------------------------------------------------------------------------
 
 
-def combine(params: _C.CombineParams, like: Tensor) -> None:
-    helpers.launch(helpers.helper("combine", params, like), params)
-
-
 class Combine:
     """One launch of ``CombineParams``: parts of random LSEs, some of them empty, with NaN for an output."""
 
     def __init__(
         self, splits: int, shape: tuple[int, int, int, int], dtype: torch.dtype, *, empty: float = 0.2,
-        row_pad: int = 0, odd: bool = False, packed: bool = False, seed: int = 0,
+        row_pad: int = 0, offset: int = GUARD, packed: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
         self.batch, self.seqlen_q, self.heads, dim = shape
         self.packed = packed
@@ -116,24 +114,22 @@ class Combine:
         outputs[lse == -INF] = torch.nan
         self.partial_o, self.partial_lse = outputs.to(DEVICE), lse.to(DEVICE)
         self.partial_low: Tensor | None = None
-        where = torch.empty(shape, dtype=dtype, device=DEVICE)
-        self.out = gpu.Guarded.around(place(where, row_pad=row_pad, offset=GUARD + 1 if odd else GUARD))
+        self.out = gpu.Guarded.around(place(torch.empty(shape, dtype=dtype, device=DEVICE), "bshd", row_pad, offset))
         self.lse = gpu.Guarded.around(place(torch.empty(1, 1, rows, 1, device=DEVICE)).flatten())
 
-    def params(self, return_lse: bool = True) -> _C.CombineParams:
+    def run(self, return_lse: bool = True, **changes: int) -> None:
         p = _C.CombineParams()
         p.splits, p.lse_rows, p.head_dim_v = self.partial_o.shape
         p.partial_o, p.partial_lse = self.partial_o.data_ptr(), self.partial_lse.data_ptr()
-        p.partial_low = self.partial_low.data_ptr() if self.partial_low is not None else 0
+        p.partial_low = 0 if self.partial_low is None else self.partial_low.data_ptr()
         p.o, p.lse = self.out.view.data_ptr(), self.lse.view.data_ptr() if return_lse else 0
         p.batch, p.seqlen_q, p.num_heads = self.batch, self.seqlen_q, self.heads
         p.o_stride = self.out.view.stride()[:3]
         p.lse_batch_stride = 0 if self.packed else self.heads * self.seqlen_q
         p.lse_head_stride = self.seqlen_q
-        return p
-
-    def run(self, return_lse: bool = True) -> None:
-        combine(self.params(return_lse), self.out.view)
+        for name, number in changes.items():
+            setattr(p, name, number)
+        helpers.launch(helpers.helper("combine", p, self.out.view), p)
 
     def check(self, return_lse: bool = True) -> None:
         shape = (self.batch, self.heads, self.seqlen_q)
@@ -148,7 +144,7 @@ class Combine:
 @pytest.mark.parametrize("dim", [1, 7, 8, 36, 64, 96, 128, 160, 250, 256])
 @pytest.mark.parametrize("splits", [1, 2, 5, 16, 33, 64])
 def test_combine(splits: int, dim: int, dtype: torch.dtype):
-    for where in ({}, {"row_pad": 8}, {"row_pad": 1}, {"odd": True}, {"packed": True}):
+    for where in ({}, {"row_pad": 8}, {"row_pad": 1}, {"offset": GUARD + 1}, {"packed": True}):
         launch = Combine(splits, (1 if "packed" in where else 2, 3, 4, dim), dtype, **where, seed=dim)
         launch.run(return_lse=dim != 64)
         launch.check(return_lse=dim != 64)
@@ -173,8 +169,8 @@ def test_combine_of_nothing_and_of_one_part(dtype: torch.dtype):
 @kernels_only
 def test_combine_of_sums_of_two_floats():
     """Log-sum-exps of 2^26, where neighbouring floats are 8 apart."""
-    launch = Combine(7, (2, 3, 2, 64), torch.float16, empty=0.2)
-    low, plain = launch.partial_lse.clone(), Combine(7, (2, 3, 2, 64), torch.float16, empty=0.2)
+    launch, plain = (Combine(7, (2, 3, 2, 64), torch.float16) for _ in range(2))
+    low = plain.partial_lse
     launch.partial_lse = torch.where(low == -INF, low, 2.0**26)
     launch.partial_low = low.masked_fill(low == -INF, torch.nan)
     launch.run()
@@ -199,11 +195,8 @@ def test_combine_passes_nan_on_and_weighs_infinities():
 
 @kernels_only
 def test_combine_refuses_what_it_cannot_take():
-    launch = Combine(2, (1, 1, 1, 8), torch.float16)
-    p = launch.params()
-    p.batch, p.seqlen_q, p.num_heads = 2**12, 2**12, 2**8
     with pytest.raises(ValueError, match="at most 2147483647 can be combined"):
-        combine(p, launch.out.view)
+        Combine(2, (1, 1, 1, 8), torch.float16).run(batch=2**12, seqlen_q=2**12, num_heads=2**8)
 
 
 # ---- merging states ----------------------------------------------------------------------------------------
@@ -290,28 +283,21 @@ def sequences(x: Tensor, begins: tuple[int, ...] | None) -> list[Tensor]:
 
 @by_dtype
 @drawn
-@given(
-    dims=st.sampled_from(DIMS),
-    interleaved=st.booleans(),
-    layout=st.sampled_from(LAYOUTS),
-    begins=BEGINS,
-    own_table=st.booleans(),
-    odd=st.booleans(),
-)
-def test_rotary(dims, interleaved, layout, begins, own_table, odd, dtype: torch.dtype):
+@given(st.sampled_from(DIMS), st.booleans(), st.sampled_from(LAYOUTS), BEGINS, st.booleans(), st.booleans())
+def test_rotary(dtype: torch.dtype, dims, interleaved, layout, begins, own_table, odd):
     x = randn(*((3, 5) if begins is None else (ROWS,)), 4, dims[0], dtype=dtype)
     cos, sin = table(40, dims[1], dtype if own_table else torch.float32, odd)
     count = 3 if begins is None else len(begins) - 1
     first = int32(*(11 * b % 27 for b in range(count)))
-    said = {} if begins is None else {"cu_seqlens": int32(*begins)}
+    said = {"interleaved": interleaved} | ({} if begins is None else {"cu_seqlens": int32(*begins)})
     given = (laid_out(x, layout), cos, sin, first)
-    out = rotary(*given, interleaved=interleaved, **said)
+    out = rotary(*given, **said)
     there = laid_out(torch.full_like(x, torch.nan), layout)
-    assert rotary(*given, interleaved=interleaved, **said, out=there) is there
+    assert rotary(*given, **said, out=there) is there
     for one, other in zip(sequences(there, begins), sequences(out, begins), strict=True):
         assert torch.equal(bits(one), bits(other))
     with pytest.raises(ValueError, match="out must not share memory with x"):
-        rotary(*given, interleaved=interleaved, **said, out=given[0])
+        rotary(*given, **said, out=given[0])
     for b, own in enumerate(zip(sequences(out, begins), sequences(x, begins), strict=True)):
         positions = following(first[b : b + 1], own[0].shape[1])
         assert_rotated(*own, cos.cpu(), sin.cpu(), positions, interleaved)
@@ -354,10 +340,7 @@ def places_in(kind: str, batch: int) -> tuple[int, int, dict[str, Tensor]]:
 class Append:
     """A cache inside of buffers of NaN, and one call that appends to it."""
 
-    def __init__(
-        self, kind: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, layout: str,
-        begins: tuple[int, ...] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, kind: str, dtype: torch.dtype, head_dim=64, head_dim_v=64, layout="packed", begins=None) -> None:
         """begins: where the sequences of packed rows begin, of ROWS rows."""
         batch, heads = 3 if begins is None else len(begins) - 1, 2
         self.lengths = [5] * 3 if begins is None else [b - a for a, b in itertools.pairwise(begins)]
@@ -377,10 +360,18 @@ class Append:
         """Where the new row i of a sequence stands."""
         return (b, i) if self.begins is None else self.begins[b] + i
 
+    @property
+    def views(self) -> list[Tensor]:
+        """The caches of keys and values."""
+        return [cache.view for cache in self.caches]
+
     def run(self, cache_seqlens: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-        k_cache, v_cache = (cache.view for cache in self.caches)
-        rotated, used = append_kv_(k_cache, v_cache, self.key, self.value, cache_seqlens, **given, **self.places)
-        return rotated, used
+        return append_kv_(*self.views, self.key, self.value, cache_seqlens, **given, **self.places)
+
+    def draw_lengths(self, numbers: list[int]) -> Tensor:
+        """How long sequences are, as their entries have room for the new rows, too."""
+        room = 25 - max(self.lengths, default=0)
+        return int32(*(n % room for n in numbers[: len(self.lengths)]))
 
     def check_places(self, cache_seqlens: Tensor) -> dict[tuple[int, int], tuple[int, int]]:
         """Rows are written where they belong, and nowhere else."""
@@ -399,7 +390,7 @@ class Append:
 
 
 #: How new rows of a cache are drawn, and more of what an append is asked for.
-NEW_ROWS: dict[str, st.SearchStrategy[Any]] = {
+NEW_ROWS = {
     "kind": st.sampled_from(KINDS),
     "dims": st.sampled_from((*DIMS, (36, 24))),
     "head_dim_v": st.sampled_from((64, 32, 50, 24)),
@@ -408,24 +399,16 @@ NEW_ROWS: dict[str, st.SearchStrategy[Any]] = {
     "numbers": st.lists(st.integers(0, 100), min_size=ROWS, max_size=ROWS),
     "interleaved": st.booleans(),
 }
-
-
-APPENDS = {
-    **NEW_ROWS,
-    "stand": st.sampled_from((None, "cache_seqlens", "leftpad_k", "rotary_seqlens")),
-    "seqlen_q": st.sampled_from((1, 5, 9)),
-    "advance": st.booleans(),
-}
+STANDS = st.sampled_from((None, "cache_seqlens", "leftpad_k", "rotary_seqlens"))
+APPENDS = {**NEW_ROWS, "stand": STANDS, "seqlen_q": st.sampled_from((1, 5, 9)), "advance": st.booleans()}
 
 
 def check_append(
-    kind: str, dims: tuple[int, int], head_dim_v: int, layout: str, begins: Any, numbers: list[int], stand: str | None,
-    seqlen_q: int, advance: bool, interleaved: bool, dtype: torch.dtype,
-) -> None:  # fmt: skip
+    kind, dims, head_dim_v, layout, begins, numbers, stand, seqlen_q, advance, interleaved, dtype: torch.dtype
+) -> None:
     """Where keys stand that are rotated, is said by ``stand``; None: they are appended as they are."""
     append = Append(kind, dtype, dims[0], head_dim_v, layout, begins)
-    room = 25 - max(append.lengths, default=0)
-    lengths = int32(*(n % room for n in numbers[: len(append.lengths)]))
+    lengths = append.draw_lengths(numbers)
     before, first, said = lengths.tolist(), lengths, {}
     if stand in ("leftpad_k", "rotary_seqlens"):
         said["leftpad_k"] = lengths // 2
@@ -467,14 +450,14 @@ def test_rows_without_a_place_are_dropped(kind: str):
     capacity = 48 if kind == "pages" else 24
     beyond = (capacity - 3, capacity, 2), (-2, 2**31 - 1, -(2**31)), (capacity - 5, capacity + 1, 0)
     for numbers in (*beyond, (0, 14, 20)):
-        append, lengths = Append(kind, torch.float16, 64, 64, "packed"), int32(*numbers)
+        append, lengths = Append(kind, torch.float16), int32(*numbers)
         for name, named in append.places.items() if numbers not in beyond else ():
             append.places[name] = bad = named.clone()
             bad.view(-1)[0], bad.view(-1)[-1] = -1, append.entries
         append.run(lengths)
         append.check_places(lengths)
     for begins in ((0, -5, 2**31 - 1, 13), (9, 4, 2, 0), (-(2**31), 2**31 - 1, 7, 3)):
-        append = Append(kind, torch.float16, 64, 64, "packed", (0, 5, 5, 13))
+        append = Append(kind, torch.float16, begins=(0, 5, 5, 13))
         append.places["cu_seqlens_q"] = int32(*begins)
         append.run(int32(0, 20, 2**31 - 1))
         assert all(cache.intact() for cache in append.caches)
@@ -482,7 +465,7 @@ def test_rows_without_a_place_are_dropped(kind: str):
 
 @by_dtype
 def test_nothing_new_still_rotates_queries(dtype: torch.dtype):
-    append, lengths = Append("contiguous", dtype, 64, 64, "packed"), int32(3, 6, 19)
+    append, lengths = Append("contiguous", dtype), int32(3, 6, 19)
     append.key, append.value = append.key[:, :0], append.value[:, :0]
     query, (cos, sin) = randn(3, 2, 6, 64, dtype=dtype), table(40, 64, dtype)
     rotated, used = append.run(lengths, query=query, rotary_cos=cos, rotary_sin=sin)
@@ -497,19 +480,15 @@ def test_nothing_new_still_rotates_queries(dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_over_a_cache(kind: str, dtype: torch.dtype):
-    append, lengths, (cos, sin) = Append(kind, dtype, 64, 64, "packed"), int32(3, 6, 19), table(40, 64, dtype)
-    for cache in append.caches:
-        cache.view.copy_(randn(*cache.view.shape, dtype=dtype, seed=8))
-    k_cache, v_cache = (cache.view for cache in append.caches)
+    append, lengths, (cos, sin) = Append(kind, dtype), int32(3, 6, 19), table(40, 64, dtype)
+    for cache in append.views:
+        cache.copy_(randn(*cache.shape, dtype=dtype, seed=8))
     query = randn(3, 5, 4, 64, dtype=dtype, seed=6)
-    output, lse = with_kv_cache(
-        query, k_cache, v_cache, append.key, append.value, rotary_cos=cos, rotary_sin=sin,
-        cache_seqlens=lengths, causal=True, num_splits=3, return_lse=True, **append.places,
-    )  # fmt: skip
+    said = {"rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": lengths, "causal": True, **append.places}
+    output, lse = with_kv_cache(query, *append.views, append.key, append.value, num_splits=3, return_lse=True, **said)
     turned = rotary(query, cos, sin, lengths)
     written = {"seqused_k": lengths + 5, **append.places}
-    errors = oracle_features.compare(output, lse, turned, k_cache, v_cache, causal="bottom-right", **written)
-    errors.check()
+    oracle_features.compare(output, lse, turned, *append.views, causal="bottom-right", **written).check()
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -548,31 +527,32 @@ def shared(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return cascade_attention(q, *before, *caches, causal=True, num_splits=2, return_lse=True)
 
 
+def capped(q: Tensor) -> Tensor:
+    return cutlass_fmha.attention(q, q, q, softcap=20.0, deterministic=True)
+
+
+def normed(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cat(cutlass_fmha.qk_norm_rope(x, x, None, w, w))
+
+
 IN_A_WORKSPACE = {
     "a step over a cache": stepped,
     "cascade": shared,
-    "attention's gradients": lambda dtype: gradients(
-        lambda q: cutlass_fmha.attention(q, q, q, softcap=20.0, deterministic=True),
-        (2, 70, 4, 64), dtype=dtype),
-    "rms_norm's": lambda dtype: gradients(cutlass_fmha.rms_norm, (70, 64), (64,), dtype=dtype),
-    "qk_norm_rope's": lambda dtype: gradients(
-        lambda x, w: torch.cat(cutlass_fmha.qk_norm_rope(x, x, None, w, w)),
-        (2, 70, 4, 64), (64,), dtype=dtype),
-}  # fmt: skip
+    "attention's gradients": partial(gradients, capped, (2, 70, 4, 64)),
+    "rms_norm's": partial(gradients, rms_norm, (70, 64), (64,)),
+    "qk_norm_rope's": partial(gradients, normed, (2, 70, 4, 64), (64,)),
+}
 
 
 @kernels_only
 @pytest.mark.parametrize("name", IN_A_WORKSPACE)
 def test_a_workspace_of_nan_leaves_the_same_bits(name: str):
-    expected = IN_A_WORKSPACE[name](torch.float16)
+    expected = IN_A_WORKSPACE[name](dtype=torch.float16)
     workspace = Workspace.within(torch.full((1 << 24,), 255, dtype=torch.uint8, device=DEVICE))
     with workspace:
-        found = IN_A_WORKSPACE[name](torch.float16)
+        found = IN_A_WORKSPACE[name](dtype=torch.float16)
     assert workspace.high_water > 0
     assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found, expected, strict=True))
-
-
-# ---- offsets that need 64 bits -----------------------------------------------------------------------------
 
 
 @kernels_only

@@ -133,14 +133,15 @@ def largest(x: Tensor) -> Tensor:
 
 @st.composite
 def problems(draw: Any) -> Problem:
-    head_dim = draw(st.sampled_from((8, 16, 40, 50, 64, 96, 128, 160, 256, 257, 320)))
+    def one(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    head_dim = one(8, 16, 40, 50, 64, 96, 128, 160, 256, 257, 320)
     dim = 2 * draw(st.integers(1, head_dim // 2)) if draw(st.booleans()) else head_dim // 16 * 16 or head_dim
     return Problem(
-        (draw(st.sampled_from((1, 3, 8, 13))), draw(st.sampled_from((1, 2, 8)))), head_dim, dim,
-        draw(st.integers(1, 9)), draw(st.sampled_from(DTYPES)), draw(st.sampled_from(LAYOUTS)),
-        draw(st.sampled_from(STARTS)), draw(st.sampled_from(("table", "float32", "inv_freq", "no angles"))),
-        draw(st.booleans()), draw(st.sampled_from(("own", "float32", "none"))),
-        draw(st.sampled_from((1e-6, 1e-2))), draw(st.sampled_from((0.0, 1.0))),
+        (one(1, 3, 8, 13), one(1, 2, 8)), head_dim, dim, draw(st.integers(1, 9)), one(*DTYPES), one(*LAYOUTS),
+        one(*STARTS), one("table", "float32", "inv_freq", "no angles"), draw(st.booleans()),
+        one("own", "float32", "none"), one(1e-6, 1e-2), one(0.0, 1.0),
     )  # fmt: skip
 
 
@@ -244,25 +245,19 @@ def test_of_many_rows_a_thread_has_several():
         assert torch.equal(bits(many[:, last:].cpu()), bits(few.cpu()))
 
 
-def check_to_cache(
-    kind: str, dims: tuple[int, int], head_dim_v: int, layout: str, begins: Any, numbers: list[int],
-    interleaved: bool, dtype: torch.dtype,
-) -> None:  # fmt: skip
+def check_to_cache(kind, dims, head_dim_v, layout, begins, numbers, interleaved, dtype: torch.dtype) -> None:
     """What stands in the cache and what is returned against fp64; values are there bit by bit."""
     append = Append(kind, dtype, dims[0], head_dim_v, layout, begins)
-    room = 25 - max(append.lengths, default=0)
-    lengths = int32(*(n % room for n in numbers[: len(append.lengths)]))
+    lengths = append.draw_lengths(numbers)
     pads = lengths // 3
     places = {"cu_seqlens" if name == "cu_seqlens_q" else name: x for name, x in append.places.items()}
     q = laid_out(randn(*append.key.shape[:-2], 6, dims[0], dtype=dtype, seed=6), layout)
     weights = [randn(dims[0], dtype=dtype, seed=n) for n in (1, 2)]
     cos, sin = table(40, dims[1], torch.float32)
-    said = {"cos": cos, "sin": sin, "interleaved": interleaved}
-    k_cache, v_cache = (cache.view for cache in append.caches)
-    call = functools.partial(
-        cutlass_fmha.qk_norm_rope, q, append.key, append.value, *weights, **said,
-        k_cache=k_cache, v_cache=v_cache, cache_seqlens=lengths, leftpad_k=pads, **places,
-    )  # fmt: skip
+    k_cache, v_cache = append.views
+    said = {"cos": cos, "sin": sin, "interleaved": interleaved, "k_cache": k_cache, "v_cache": v_cache}
+    said |= {"cache_seqlens": lengths, "leftpad_k": pads, **places}
+    call = functools.partial(cutlass_fmha.qk_norm_rope, q, append.key, append.value, *weights, **said)
     out, used = call()
     to = *nowhere((q,), layout), torch.full_like(lengths, -7)
     assert call(out=to) is to and torch.equal(bits(to[0]), bits(out)) and torch.equal(to[1], used)
@@ -287,13 +282,11 @@ def test_a_cache_gets_the_rows(**p: Any):
 
 @kernels_only
 def test_rows_without_an_angle_or_a_place():
-    append, lengths = Append("pages", torch.float16, 64, 64, "packed"), int32(46, -2, 2**31 - 1)
+    append, lengths = Append("pages", torch.float16), int32(46, -2, 2**31 - 1)
     q, (cos, sin) = randn(3, 5, 6, 64, dtype=torch.float16), table(40, 32, torch.float32)
-    k_cache, v_cache = (cache.view for cache in append.caches)
-    out, _ = cutlass_fmha.qk_norm_rope(
-        q, append.key, append.value, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache,
-        cache_seqlens=lengths, offsets=int32(0, 38, -1), **append.places,
-    )  # fmt: skip
+    said = dict(zip(("k_cache", "v_cache"), append.views, strict=True), cache_seqlens=lengths, **append.places)
+    said |= {"cos": cos, "sin": sin, "offsets": int32(0, 38, -1)}
+    out, _ = cutlass_fmha.qk_norm_rope(q, append.key, append.value, **said)
     assert all(cache.intact() for cache in append.caches)
     assert {b for b, _ in append.check_places(lengths)} == {0}
     outside = torch.zeros(3, 5, 6, 64, dtype=torch.bool)

@@ -30,20 +30,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 DEVICE = gpu.device()
 ROWS = [row for row in gpu.rows() if row.copy == "tma"]
 OWN_ROWS = [row for row in ROWS if row.kv_warps == 1]  # whose warps have query rows of their own
-by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-
-
-def one_for_each_head_dim() -> list[_C.Row]:
-    """For tests of hundreds of launches. Which dtype and tile it is, changes from one to the next."""
-    chosen = []
-    for i, head_dim in enumerate(sorted({row.head_dim for row in ROWS})):
-        rows = [row for row in ROWS if row.head_dim == head_dim]
-        chosen.append(rows[i % len(rows)])
-    return chosen
-
-
-FEW = one_for_each_head_dim()
-by_head_dim = pytest.mark.parametrize("row", FEW, ids=lambda row: row.name)
+OF_EACH_HEAD_DIM = [[row for row in ROWS if row.head_dim == dim] for dim in sorted({row.head_dim for row in ROWS})]
+by_row, by_own_row = gpu.by_row(ROWS), gpu.by_row(OWN_ROWS)
+#: For tests of hundreds of launches. Which dtype and tile it is, changes from one head dim to the next.
+by_head_dim = gpu.by_row([rows[i % len(rows)] for i, rows in enumerate(OF_EACH_HEAD_DIM)])
 CACHED = 64  # descriptors that a thread keeps (src/tensor_map.cpp)
 
 
@@ -51,18 +41,16 @@ def test_there_are_rows_to_test():
     assert ROWS, gpu.without_tma()
 
 
-def attend(row: _C.Row, inputs: tuple[Tensor, Tensor, Tensor], parity: ParityReport, what: str) -> Tensor:
+def attend(row: _C.Row, inputs: tuple[Tensor, ...], parity: ParityReport, what: str) -> None:
     """The public function, bottom-right causal, against the oracle."""
     out, lse = cutlass_fmha.attention(*inputs, causal=True, return_lse=True, row=row.name)
-    errors = oracle_features.compare(out, lse, *inputs, causal="bottom-right")
-    parity.record(row.name, what, errors)
-    return out
+    parity.record(row.name, what, oracle_features.compare(out, lse, *inputs, causal="bottom-right"))
 
 
 # ---- the last tiles ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", OWN_ROWS, ids=lambda row: row.name)
+@by_own_row
 @pytest.mark.parametrize("beyond", [0, 5])
 def test_the_keys_of_the_last_tiles_may_be_divided(row: _C.Row, beyond: int, parity: ParityReport):
     """From one tile in two parts to all of them in as many as there are key tiles, the last one cut short."""
@@ -76,7 +64,7 @@ def test_the_keys_of_the_last_tiles_may_be_divided(row: _C.Row, beyond: int, par
         parity.check(launch, f"{problem} {tail}")
 
 
-@pytest.mark.parametrize("row", OWN_ROWS, ids=lambda row: row.name)
+@by_own_row
 def test_parts_that_differ_by_much_are_merged(row: _C.Row, parity: ParityReport):
     """The first keys outweigh all others by 2^1000, or the last ones do."""
     for seed, part in enumerate((slice(0, 7), slice(-7, None))):
@@ -98,11 +86,10 @@ def expanded(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return place(first).expand(x.shape) if dims else x
 
 
-def with_strides(x: Tensor, odd: dict[int, int]) -> Tensor:
-    """x, the strides of its dimensions ``odd``, all of size 1, replaced."""
-    assert all(x.shape[dim] == 1 for dim in odd)
-    strides = [odd.get(dim, stride) for dim, stride in enumerate(x.stride())]
-    return x.as_strided(x.shape, strides)
+def with_stride(x: Tensor, odd: int, dims: list[int]) -> Tensor:
+    """x, the strides of its dimensions ``dims``, all of size 1, replaced."""
+    assert all(x.shape[dim] == 1 for dim in dims)
+    return x.as_strided(x.shape, [odd if dim in dims else stride for dim, stride in enumerate(x.stride())])
 
 
 @by_row
@@ -116,16 +103,11 @@ def test_a_dimension_of_one_element_may_have_any_stride(row: _C.Row, stride: int
         (Problem(1, 1, batch=1, num_heads=1, num_heads_kv=1, seed=36), [0, 1, 2], [0, 1, 2]),
     ):
         launch = Launch.of(row, problem, DEVICE)
-        launch.q = with_strides(launch.q, dict.fromkeys(q_dims, stride))
-        launch.k, launch.v = (with_strides(x, dict.fromkeys(kv_dims, stride)) for x in (launch.k, launch.v))
+        launch.q = with_stride(launch.q, stride, q_dims)
+        launch.k, launch.v = (with_stride(x, stride, kv_dims) for x in (launch.k, launch.v))
         launch.run()
         parity.check(launch, f"{problem} stride {stride} where there is one element")
         attend(row, (launch.q, launch.k, launch.v), parity, f"{problem} stride {stride} of one element")
-
-
-def shifted(x: Tensor) -> Tensor:
-    """16 bytes behind an address that is a multiple of 512."""
-    return place(x, offset=GUARD + 8)
 
 
 def head_dim_slice(x: Tensor) -> Tensor:
@@ -148,10 +130,6 @@ def head_slice(x: Tensor) -> Tensor:
     return whole[:, :, 1::2].copy_(x)
 
 
-def both(lay: Callable[[Tensor], Tensor]) -> tuple[Callable[[Tensor], Tensor], ...]:
-    return lay, lay
-
-
 def first_of(*dims: int) -> Callable[[Tensor], Tensor]:
     return lambda x: expanded(x, dims)
 
@@ -161,13 +139,13 @@ def first_of(*dims: int) -> Callable[[Tensor], Tensor]:
 MEMORY: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
     **{f"k and v expanded over {dims}": (first_of(), first_of(*dims)) for dims in ((0,), (2,), (1,), (0, 2))},
     **{f"q expanded over {dim}": (first_of(dim), first_of()) for dim in range(3)},
-    "everything over everything": both(first_of(0, 1, 2)),
-    "hsbd": both(lambda x: place(x, "hsbd")),
-    "shifted": both(shifted),
-    "bhsd padded": both(lambda x: place(x, "bhsd", row_pad=8, offset=GUARD + 24)),
-    "slice of head_dim": both(head_dim_slice),
-    "slice of seqlen": both(seqlen_slice),  # the last box of K and V ends in NaN: it reads as zeros
-    "slice of heads": both(head_slice),
+    "everything over everything": (first_of(0, 1, 2),) * 2,
+    "hsbd": (lambda x: place(x, "hsbd"),) * 2,
+    "shifted": (lambda x: place(x, offset=GUARD + 8),) * 2,  # 16 bytes behind an address that is a multiple of 512
+    "bhsd padded": (lambda x: place(x, "bhsd", row_pad=8, offset=GUARD + 24),) * 2,
+    "slice of head_dim": (head_dim_slice,) * 2,
+    "slice of seqlen": (seqlen_slice,) * 2,  # the last box of K and V ends in NaN: it reads as zeros
+    "slice of heads": (head_slice,) * 2,
 }
 
 
@@ -183,7 +161,6 @@ def test_views(row: _C.Row, memory: str, parity: ParityReport):
 
 
 # ---- descriptors that are kept -----------------------------------------------------------------------------
-
 
 # Sizes (batch, seqlen_q, seqlen_k, heads) and strides of (batch, seqlen, heads), in rows of head_dim + 8
 # elements. Each differs from the one before in one thing that a descriptor says.
@@ -205,7 +182,7 @@ IN_TURN = [
 def test_the_same_addresses_with_other_shapes_and_strides(row: _C.Row, parity: ParityReport):
     dtype, width = gpu.torch_dtype(row), row.head_dim + 8
     nan = poison(dtype, 2**21, DEVICE)
-    q_buffer, k_buffer, v_buffer, out_buffer = (nan.clone() for _ in range(4))
+    buffers = [nan.clone() for _ in range(4)]
     for seed, ((batch, seqlen_q, seqlen_k, heads), strides) in enumerate(IN_TURN):
         problem = Problem(seqlen_q, seqlen_k, batch=batch, num_heads=heads, num_heads_kv=heads, seed=seed)
         launch = Launch.of(row, problem, DEVICE)
@@ -215,10 +192,9 @@ def test_the_same_addresses_with_other_shapes_and_strides(row: _C.Row, parity: P
             buffer.copy_(nan)
             return buffer.as_strided(x.shape, in_elements, GUARD).copy_(x)
 
-        launch.q, launch.k, launch.v = (
-            at_home(buffer, x) for buffer, x in ((q_buffer, launch.q), (k_buffer, launch.k), (v_buffer, launch.v))
-        )
-        launch.out = gpu.Guarded.around(at_home(out_buffer, launch.out.view))
+        operands = (launch.q, launch.k, launch.v, launch.out.view)
+        launch.q, launch.k, launch.v, out = map(at_home, buffers, operands)
+        launch.out = gpu.Guarded.around(out)
         launch.run()
         parity.check(launch, f"{problem} where others were, strides {strides}")
 
@@ -233,9 +209,8 @@ def test_the_same_addresses_for_rows_of_other_tiles_and_head_dims(dtype: str, pa
         problem = Problem(300, 300, "bottom-right", seed=40)
         launch = Launch.of(row, problem, DEVICE)
         strides = (300 * 2 * width, 2 * width, width, 1)
-        launch.q, launch.k, launch.v = (
-            buffer.as_strided((2, 300, 2, row.head_dim), strides, GUARD) for buffer in buffers
-        )
+        views = [buffer.as_strided((2, 300, 2, row.head_dim), strides, GUARD) for buffer in buffers]
+        launch.q, launch.k, launch.v = views
         launch.run()
         parity.check(launch, f"{problem} of the same memory as other rows'")
 
@@ -277,8 +252,7 @@ def test_a_graph_keeps_its_descriptors(row: _C.Row, parity: ParityReport):
     with torch.cuda.graph(graph):  # the inputs are described for the first time in here
         out, lse = cutlass_fmha.attention(*inputs, causal=True, return_lse=True, row=row.name)
     for seed in (43, 44):
-        shorter = tuple(x[:, :100] for x in inputs)  # at the same addresses
-        attend(row, shorter, parity, "between replays")  # type: ignore[arg-type]
+        attend(row, tuple(x[:, :100] for x in inputs), parity, "between replays")  # at the same addresses
         for i in range(CACHED):
             Launch.of(row, Problem(20, 30 + i, batch=1, seed=i), DEVICE).run()
         for x, y in zip(inputs, replace(problem, seed=seed).inputs(dtype, row.head_dim, DEVICE), strict=True):
@@ -297,26 +271,24 @@ def test_other_threads(row: _C.Row, parity: ParityReport):
     inputs = shared.inputs(gpu.torch_dtype(row), row.head_dim, DEVICE)
     torch.cuda.synchronize(DEVICE)
 
-    def work(worker: int) -> list[tuple[Problem, Launch, Tensor]]:
-        found = []
-        stream = torch.cuda.Stream(DEVICE)
+    def work(worker: int) -> list[tuple[Launch, Tensor]]:
+        found, stream = [], torch.cuda.Stream(DEVICE)
         with torch.cuda.stream(stream):
             for i in range(20):
                 problem = Problem(50 + 10 * worker, 60 + i, "bottom-right", batch=1 + i % 3, seed=100 * worker + i)
                 launch = Launch.of(row, problem, DEVICE)
                 launch.run()
-                out = cutlass_fmha.attention(*inputs, causal=True, row=row.name)
-                found.append((problem, launch, out))
+                found.append((launch, cutlass_fmha.attention(*inputs, causal=True, row=row.name)))
         stream.synchronize()
         return found
 
     with ThreadPoolExecutor(4) as pool:
         results = [result for found in pool.map(work, range(4)) for result in found]
     assert len(results) == 80
-    for problem, launch, out in results:
-        parity.check(launch, f"{problem} in another thread")
-        assert torch.equal(out, results[0][2]), f"{row.name}: threads disagree on the same tensors"
-    errors = oracle_features.compare(results[0][2], None, *inputs, causal=shared.causal)
+    for launch, out in results:
+        parity.check(launch, f"{launch.problem} in another thread")
+        assert torch.equal(out, results[0][1]), f"{row.name}: threads disagree on the same tensors"
+    errors = oracle_features.compare(results[0][1], None, *inputs, causal=shared.causal)
     parity.record(row.name, f"{shared} in another thread", errors)
 
 

@@ -1,6 +1,8 @@
-"""Rows that copy by TMA, without a GPU: what CMake makes of their lines, and nvcc of their kernels.
+"""Rows that copy by TMA, and those whose launches overlap, without a GPU: what CMake makes of their lines, and nvcc of
+their kernels.
 
-What they compute is test_parity_tma.py's business.
+What they compute is test_parity_tma.py's business; test_parity_runtime.py asks every row under test whether calls in a
+row overtake each other.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,20 +24,17 @@ from cutlass_fmha import _C
 from cutlass_fmha.dispatch import table as tables
 
 ROOT = Path(__file__).resolve().parents[1]
+OVERLAPPING = [row.name for row in _C.rows() if row.family == "few_query" and row.dependent_launch]
+LOADS = {"LDG", "UTMALDG"}
+GLOBAL_ACCESSES = {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG", "UTMALDG", "UTMASTG"}
 ROWS = {row.name: row for row in _C.rows() if row.family in tables.PLAIN and row.copy == "tma"}
-ARCHS = {90, 120}
-
-
-# ---- the rows of this build --------------------------------------------------------------------------------
 
 
 def test_every_architecture_that_has_tma_has_rows_of_it():
     built = {row.arch for row in _C.rows()}
     assert built, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
-    assert {row.arch for row in ROWS.values()} == ARCHS & built
-    for row in ROWS.values():
-        assert row.alignment == 16
-        assert row.smem_bytes <= resources.SHARED_PER_BLOCK
+    assert {row.arch for row in ROWS.values()} == {90, 120} & built
+    assert {row.alignment for row in ROWS.values()} == {16}
 
 
 def test_no_thread_of_theirs_copies(machine_code: list[cubin.Kernel]):
@@ -62,43 +63,27 @@ def successors(code: list[cubin.Instruction]) -> list[list[int]]:
     return found
 
 
-def being_read(code: list[cubin.Instruction]) -> dict[int, list[cubin.Instruction]]:
-    """Which matrices may still be read from shared memory, by the address of each arrival at a barrier.
+def being_read(code: list[cubin.Instruction]) -> dict[int, set[str]]:
+    """Opcodes of matrices that may still be read from shared memory, by the address of each arrival at a barrier.
 
     ldmatrix come in the order in which a warp asked for them: one whose registers something uses is there, and so are
     those before it. A proxy fence waits for all.
     """
-    first = {n: int(REGISTER.search(x.operands)[1]) for n, x in enumerate(code) if x.base == "LDSM"}  # type: ignore[index]
-    after = successors(code)
-    # What is on its way before each instruction, and pairs of it that were asked for in this order on every path.
-    states: dict[int, tuple[frozenset[int], frozenset[tuple[int, int]]]] = {0: (frozenset(), frozenset())}
-    found, work = {}, [0]
-    while work:
-        n = work.pop()
-        instruction, (live, pairs) = code[n], states[n]
-        if instruction.opcode.startswith("SYNCS.ARRIVE") and "A1T0" in instruction.opcode:
-            found[instruction.address] = [code[x] for x in sorted(live)]
-        if instruction.opcode.startswith("FENCE.VIEW.ASYNC"):
-            live, pairs = frozenset(), frozenset()
-        named = {int(r) for r in REGISTER.findall(instruction.operands)}
-        used = {x for x in live if any(first[x] <= r < first[x] + 4 for r in named)}
-        live = live - used - {x for x, y in pairs if y in used} - {n}
-        pairs = frozenset((x, y) for x, y in pairs if x in live and y in live)
-        if n in first:
-            pairs, live = pairs | {(x, n) for x in live}, live | {n}
-        for m in after[n]:
-            new = (live, pairs)
-            if m in states:
-                of, ordered = states[m]
-                agreed = {
-                    p
-                    for p in pairs | ordered
-                    if (p in ordered or not of >= set(p)) and (p in pairs or not live >= set(p))
-                }
-                new = (of | live, frozenset(agreed))
-            if states.get(m) != new:
-                states[m] = new
-                work.append(m)
+    loads = {n: int(REGISTER.search(x.operands)[1]) for n, x in enumerate(code) if x.base == "LDSM"}
+    filled = {n: frozenset(range(first, first + 4)) for n, first in loads.items()}
+    named = [frozenset(map(int, REGISTER.findall(x.operands))) for x in code]
+    after, found = successors(code), defaultdict(set)
+    for load, registers in filled.items():
+        # Where it may still be read, with the registers that it and the loads behind it fill.
+        work, seen = [(n, registers) for n in after[load]], set()
+        while work:
+            n, awaited = state = work.pop()
+            if code[n].opcode.startswith("SYNCS.ARRIVE") and "A1T0" in code[n].opcode:
+                found[code[n].address].add(code[load].opcode)
+            if state in seen or named[n] & awaited or code[n].opcode.startswith("FENCE.VIEW.ASYNC"):
+                continue
+            seen.add(state)
+            work += [(m, awaited | filled.get(n, frozenset())) for m in after[n]]
     return found
 
 
@@ -112,8 +97,8 @@ def early_releases(kernel: cubin.Kernel) -> list[int]:
     guards = {x.address: x.guard for x in kernel.code}
     return [
         address
-        for address, matrices in being_read(kernel.code).items()
-        if any("MT" in x.opcode for x in matrices) and (guards[address] or kernel.name.startswith("fwd"))
+        for address, opcodes in being_read(kernel.code).items()
+        if any("MT" in opcode for opcode in opcodes) and (guards[address] or kernel.name.startswith("fwd"))
     ]
 
 
@@ -150,53 +135,119 @@ def test_a_release_that_overtakes_reads_is_found(lines: list[str], early: bool):
     assert bool(early_releases(cubin.Kernel("fwd_planted_tma", 90, code=code))) == early
 
 
-# ---- lines that CMake refuses ------------------------------------------------------------------------------
-
-COLUMNS_OF_A_TILE = "64 64 64 4 1 2 2 true false"
+# ---- launches that overlap ---------------------------------------------------------------------------------
 
 
+def test_decoding_rows_what_follows_them_and_what_is_beside_attention_overlap_where_they_can():
+    rows = [*_C.rows(), *_C.backward_rows(), *_C.helpers()]
+    families = {"few_query", "few_query_scored", "combine", "gated", "gated_backward"}
+    families |= {"rms_norm", "rms_norm_backward", "rms_norm_weights", "rope", "rope_backward", "rope_weights"}
+    can = {row.name for row in rows if row.family in families and row.arch >= 90}
+    assert can == {row.name for row in rows if row.dependent_launch}
+
+
+def places(kernel: cubin.Kernel, opcodes: Iterable[str]) -> list[int]:
+    return [place for place, instruction in enumerate(kernel.code) if instruction.base in opcodes]
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_nothing_global_is_accessed_before_the_wait(name: str, machine_code: list[cubin.Kernel]):
+    (kernel,) = (kernel for kernel in machine_code if kernel.name == name)
+    (wait,) = places(kernel, ["ACQBULK"])
+    assert kernel.code[wait].guard == "", "every thread waits"
+    accesses = places(kernel, GLOBAL_ACCESSES)
+    assert accesses and wait < min(accesses)
+    assert min(places(kernel, ["EXIT"])) > wait, "no thread leaves before it has waited"
+    assert max(places(kernel, ["CCTL"])) < wait, "a prefetch that comes after the wait is for nothing"
+    assert not [i for i in kernel.code if i.base == "LDG" and "CONSTANT" in i.opcode]
+    # The next launch is let in after the first loads and before the output: it waits for this one's end whenever it
+    # comes, so that this is a matter of speed.
+    triggers = places(kernel, ["PREEXIT"])
+    assert len(triggers) == 2, "by the middle of the keys, and where there is no middle"
+    assert min(places(kernel, LOADS)) < min(triggers)
+    assert max(triggers) < min(places(kernel, ["STG"]))
+
+
+# ---- lines of the manifest ---------------------------------------------------------------------------------
+
+TILE = "64 64 64 4 1 2 2 true false"
 NO_TMA = "asks for fwd_sm89_bf16_d64_m64n64w4_tma, and sm_89 has no TMA"
+FEW_QUERY = "64 16 32 4 4 2 1 true false ldg_16"
+NO_OVERLAP = "fwd_sm89_f16_d64_m16n32w4k4_pdl; only few-query rows from sm_90 on overlap"
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (f'fmha_forward("89" "bf16" {COLUMNS_OF_A_TILE} tma)', NO_TMA),
-        (f'fmha_forward("90;89" "bf16" {COLUMNS_OF_A_TILE} tma)', NO_TMA),
+def rows_of(tmp_path: Path, *lines: str) -> subprocess.CompletedProcess[str]:
+    """CMake's rows of some manifest lines, a "name: configuration" each, without compiling any."""
+    (tmp_path / "manifest.cmake").write_text("\n".join(lines))
+    return building.script(
+        tmp_path,
+        "set(FMHA_SUPPORTED_ARCHITECTURES 89 90 120)\nset(FMHA_ARCHITECTURES 89 90 120)",
+        f'set(CUTLASS_FMHA_MANIFEST "{tmp_path}/manifest.cmake")',
+        f'include("{ROOT}/cmake/Instances.cmake")\nfmha_include_manifest()',
+        "get_property(names GLOBAL PROPERTY FMHA_ROW_NAMES)\nforeach(name IN LISTS names)",
+        "  get_property(config GLOBAL PROPERTY FMHA_CONFIG_${name})",
+        '  string(REPLACE "\\n" "" config "${config}")\n  message("${name}: ${config}")\nendforeach()',
+    )
+
+
+def test_a_13th_column_makes_launches_overlap(tmp_path: Path):
+    done = rows_of(
+        tmp_path,
+        f'fmha_forward("90" "f16" {FEW_QUERY} true)',
+        f'fmha_forward("90;89" "f16" {FEW_QUERY})',
+        f'fmha_forward("120" "bf16" {FEW_QUERY} false)',
+    )
+    assert done.returncode == 0, done.stderr
+    configs = dict(line.split(": ", 1) for line in done.stderr.splitlines())
+    assert {name: ".dependent_launch = true" in config for name, config in configs.items()} == {
+        "fwd_sm90_f16_d64_m16n32w4k4_pdl": True,
+        "fwd_sm90_f16_d64_m16n32w4k4": False,
+        "fwd_sm89_f16_d64_m16n32w4k4": False,
+        "fwd_sm120_bf16_d64_m16n32w4k4": False,
+    }
+    assert all(".copy = cutlass_fmha::Copy::ldg_16" in config for config in configs.values())
+
+
+def test_a_line_that_asks_for_what_no_kernel_does_is_an_error(tmp_path: Path):
+    for line, words in (
+        (f'fmha_forward("89" "bf16" {TILE} tma)', NO_TMA),
+        (f'fmha_forward("90;89" "bf16" {TILE} tma)', NO_TMA),
         ('fmha_forward("90" "bf16" 128 128 16 8 1 1 1 false true tma)', "turns need a TILE_N of at least 32"),
         ('fmha_masked("90" "f16" 256 256 128 16 8 2 1 false true tma)', "turns need a TILE_N of at least 32"),
-    ],
-)
-def test_a_line_by_tma_that_no_kernel_can_run_is_an_error(line: str, words: str, tmp_path: Path):
+        (f'fmha_forward("89" "f16" {FEW_QUERY} true)', NO_OVERLAP),
+        (f'fmha_forward("90" "f16" {TILE} cp_async_16 true)', "only few-query rows from sm_90 on"),
+        (f'fmha_forward("90" "f16" {FEW_QUERY} yes)', "too many columns"),
+        (f'fmha_forward("90" "f16" {FEW_QUERY} true true)', "too many columns"),
+    ):
+        done = rows_of(tmp_path, line)
+        assert done.returncode != 0 and words in " ".join(done.stderr.split()), line
+
+
+def test_a_line_with_an_error_ends_the_build_before_anything_is_written(tmp_path: Path):
     manifest = tmp_path / "manifest.cmake"
-    manifest.write_text(f"{line}\n")
-    with pytest.raises(building.BuildError, match=words):
+    manifest.write_text(f'fmha_forward("90;89" "bf16" {TILE} tma)\n')
+    with pytest.raises(building.BuildError, match=NO_TMA):
         building.Tree(tmp_path / "tree", {"CUTLASS_FMHA_MANIFEST": manifest}).configure()
-    assert not list((tmp_path / "tree").glob("generated/*.cu")), "written before the manifest was checked"
+    assert not list((tmp_path / "tree").glob("generated/*.cu"))
 
 
-@pytest.mark.parametrize(
-    ("version", "copy", "target"),
-    [
+def test_sm_120_is_compiled_as_what_has_tma(tmp_path: Path):
+    for version, copy, target in (
         ("12.8.93", "cp_async_16", "120"),  # also runs on 12.1, which 120a does not
         ("12.8.93", "tma", "120a"),
         ("12.9.41", "cp_async_16", "120f"),
         ("12.9.41", "tma", "120f"),
         ("13.0.88", "tma", "120f"),
-    ],
-)
-def test_sm_120_is_compiled_as_what_has_tma(version: str, copy: str, target: str, tmp_path: Path):
-    done = building.script(
-        tmp_path,
-        f"include({ROOT}/cmake/Architectures.cmake)\ninclude({ROOT}/cmake/Instances.cmake)",
-        f"set(FMHA_NVCC_VERSION {version})\nset(FMHA_ARCHITECTURES 120)",
-        f'fmha_forward(120 "bf16" {COLUMNS_OF_A_TILE} {copy})',
-        'fmha_code_flags(120 found)\nmessage("${found}")',
-        'fmha_set_compiled_for()\nmessage("${FMHA_COMPILED_FOR_CXX}")',
-    )
-    flags, pairs = done.stderr.strip().split("\n")
-    assert flags == f"-gencode=arch=compute_{target},code=sm_{target}"
-    assert pairs == f'{{120, "{target}"}}'
+    ):
+        done = building.script(
+            tmp_path,
+            f"include({ROOT}/cmake/Architectures.cmake)\ninclude({ROOT}/cmake/Instances.cmake)",
+            f"set(FMHA_NVCC_VERSION {version})\nset(FMHA_ARCHITECTURES 120)",
+            f'fmha_forward(120 "bf16" {TILE} {copy})',
+            'fmha_code_flags(120 found)\nmessage("${found}")',
+            'fmha_set_compiled_for()\nmessage("${FMHA_COMPILED_FOR_CXX}")',
+        )
+        assert done.stderr.split() == [f"-gencode=arch=compute_{target},code=sm_{target}", "{120,", f'"{target}"}}']
 
 
 # ---- what plain sm_120 makes of a copy ---------------------------------------------------------------------
