@@ -1,8 +1,7 @@
 """The tensors of ``Problem``: their numbers, and how they lie in memory.
 
-Every tensor lies inside a buffer of NaN, or of numbers that would be noticed. Rows of
-a tensor that are no sequence's, that a length leaves out or that pad it, and pages that nobody has, are NaN
-as well: a kernel that lets one of them in can't hide it.
+Every tensor lies inside a buffer of NaN, or of numbers that would be noticed. Rows that are no sequence's, that a
+length leaves out or that pad it, and pages that nobody has, are NaN as well: a kernel that lets one in can't hide it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import ctypes
 import itertools
 import mmap
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from operands import GUARD, filled, lay_out_one
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from problems import Lengths, Problem
+    from problems import Problem
 
 #: A number of an int32 vector that stands where nothing is to be read: wrong, but within all tensors.
 NOBODY = 1
@@ -39,53 +38,38 @@ class Call(NamedTuple):
     exact_scores: bool
 
 
-@dataclass
 class Maker:
     """Makes the tensors of one problem, each from the numbers that its seed gives."""
 
-    problem: Problem
-    dtype: torch.dtype
-    device: torch.device | str
-    chance: random.Random = field(init=False)
-    numbers: torch.Generator = field(init=False)
-    lengths: Lengths = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.chance = random.Random(self.problem.seed + 1)
-        self.numbers = torch.Generator(device=self.device).manual_seed(self.problem.seed + 1)
-        self.lengths = self.problem.lengths()
+    def __init__(self, problem: Problem, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.problem, self.dtype, self.device = problem, dtype, device
+        self.chance = random.Random(problem.seed + 1)
+        numbers = torch.Generator(device=device).manual_seed(problem.seed + 1)
+        self.drawn: dict[str, Any] = {"generator": numbers, "device": device}
+        self.lengths = problem.lengths()
+        self.features: dict[str, Any] = {}
 
     def call(self) -> Call:
         p = self.problem
         q, k, v = self.contents()
-        features: dict[str, Any] = {}
-        q = self.packed(q, self.lengths.rows_q, "q", features) if p.packed_q else lay_out_one(q, p.layout, 0)
+        q = self.packed(q, self.lengths.rows_q, "q") if p.packed_q else lay_out_one(q, p.layout, 0)
         if p.packed_k:
-            before = dict(features)
-            k = self.packed(k, self.lengths.rows_k, "k", features)
-            v = self.packed(v, self.lengths.rows_k, "k", before)
-        elif p.page_size:
-            k, v = self.paged(k, v, features)
+            k, v = (self.packed(x, self.lengths.rows_k, "k") for x in (k, v))
         else:
-            k, v = self.entries(k, v, features)
+            k, v = self.paged(k, v) if p.page_size else self.entries(k, v)
             k, v = lay_out_one(k, p.layout, 1), lay_out_one(v, p.layout, 2)
-        self.add_lengths(features)
-        self.add_masks(features)
-        self.add_scores(features)
+        self.add_lengths()
+        self.add_masks()
+        self.add_scores()
         if p.num_splits is not None:
-            features["num_splits"] = p.num_splits
-        return Call(q, k, v, p.scale, p.causal, features, p.exact_scores)
-
-    # ---- query, key and value ------------------------------------------------------------------------------
+            self.features["num_splits"] = p.num_splits
+        return Call(q, k, v, p.scale, p.causal, self.features, p.exact_scores)
 
     def contents(self) -> list[Tensor]:
         """q, k and v with a batch entry per sequence, NaN where nothing is in use."""
-        p = self.problem
-        widest = max(p.head_dim, p.head_dim_v)
-        plain = replace(p, seqlen_k=p.capacity)
-        q, k, v = filled(plain, self.dtype, widest, self.device)
-        q, k, v = q[..., : p.head_dim].clone(), k[..., : p.head_dim].clone(), v[..., : p.head_dim_v].clone()
-        lengths = self.lengths
+        p, lengths = self.problem, self.lengths
+        widest = filled(replace(p, seqlen_k=p.capacity), self.dtype, max(p.head_dim, p.head_dim_v), self.device)
+        q, k, v = (x[..., :n].clone() for x, n in zip(widest, (p.head_dim, p.head_dim, p.head_dim_v), strict=True))
         for b in range(p.batch):
             q[b, lengths.used_q[b] :] = torch.nan
             for tensor in (k, v) if not p.shares_pages else ():
@@ -93,118 +77,97 @@ class Maker:
                 tensor[b, : lengths.padding[b]] = torch.nan
         return [q, k, v]
 
-    def packed(self, x: Tensor, rows: list[int], side: str, features: dict[str, Any]) -> Tensor:
-        """The sequences one after another, with rows before, between and behind them that are nobody's."""
-        gap = torch.full_like(x[0, :1] if x.shape[1] else x.new_zeros(1, *x.shape[2:]), torch.nan)
+    def packed(self, x: Tensor, rows: list[int], side: str) -> Tensor:
+        """The sequences one after another, with rows before and behind them that are nobody's."""
         chance = random.Random(self.problem.seed)
-        parts, starts, at = [], [], 0
-        if chance.random() < 0.3:
-            parts, at = [gap, gap], 2
-        for b, length in enumerate(rows):
-            starts.append(at)
-            parts.append(x[b, :length])
-            at += length
-        starts.append(at)
-        if chance.random() < 0.5:
-            parts.append(gap)
-        features[f"cu_seqlens_{side}"] = self.vector(starts)
-        features[f"max_seqlen_{side}"] = self.problem.seqlen_q if side == "q" else self.problem.seqlen_k
-        whole = torch.cat(parts) if parts else x.new_zeros(0, *x.shape[2:])
+        before, behind = 2 * (chance.random() < 0.3), int(chance.random() < 0.5)
+        gaps = (x.new_full((count, *x.shape[2:]), torch.nan) for count in (before, behind))
+        whole = torch.cat([next(gaps), *(x[b, :length] for b, length in enumerate(rows)), next(gaps)])
+        self.features[f"cu_seqlens_{side}"] = self.vector([*itertools.accumulate(rows, initial=before)])
+        self.features[f"max_seqlen_{side}"] = self.problem.seqlen_q if side == "q" else self.problem.seqlen_k
         return lay_out_one(whole[None], self.problem.layout, 1 if side == "k" else 0)[0]
 
-    def paged(self, k: Tensor, v: Tensor, features: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def paged(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Shuffled pages, some of them nobody's. Where a table says nothing, it names one of those."""
         p = self.problem
         own = p.batch * p.pages
-        places = list(range(own + 3))
-        self.chance.shuffle(places)
+        places, found = self.shuffled([x.reshape(own, p.page_size, *x.shape[2:]) for x in (k, v)], own + 3)
         table = torch.tensor(places[:own], dtype=torch.int32).view(p.batch, p.pages)
-        found = []
-        for number, x in enumerate((k, v)):
-            pages = torch.full((own + 3, p.page_size, *x.shape[2:]), torch.nan, dtype=x.dtype, device=self.device)
-            pages[table.flatten().long()] = x.reshape(own, p.page_size, *x.shape[2:])
-            found.append(lay_out_one(pages, p.layout, 1 + number))
         if p.shares_pages:
-            features["page_table"] = self.small(table, -1, dims=1)
-            return found[0], found[1]
+            self.features["page_table"] = self.small(table, -1, dims=1)
+            return found
         for b, used in enumerate(self.lengths.used_k):
             table[b, -(-used // p.page_size) :] = places[own]
         rest = 0 if p.memory == "plain" else 1  # of a wider table
         room = torch.full((p.batch, rest + p.pages), places[own], dtype=torch.int32)
         room[:, rest:] = table
-        features["page_table"] = self.fenced(room)[:, rest:]
-        return found[0], found[1]
+        self.features["page_table"] = self.fenced(room)[:, rest:]
+        return found
 
-    def entries(self, k: Tensor, v: Tensor, features: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def entries(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Batch entries in another order, with one more that is nobody's."""
         if not self.problem.indexed:
-            return k, v
-        places = list(range(self.problem.batch + 1))
-        self.chance.shuffle(places)
-        features["cache_batch_idx"] = self.vector(places[:-1])
-        found = []
-        for x in (k, v):
-            moved = torch.full((len(places), *x.shape[1:]), torch.nan, dtype=x.dtype, device=self.device)
-            moved[places[:-1]] = x
-            found.append(moved)
-        return found[0], found[1]
+            return [k, v]
+        places, found = self.shuffled([k, v], self.problem.batch + 1)
+        self.features["cache_batch_idx"] = self.vector(places[:-1])
+        return found
 
-    # ---- lengths, masks, scores ----------------------------------------------------------------------------
+    def shuffled(self, tensors: list[Tensor], room: int) -> tuple[list[int], list[Tensor]]:
+        """Places in another order, of which the entries of each tensor have the first; those of the others are NaN."""
+        places = list(range(room))
+        self.chance.shuffle(places)
+        found = [x.new_full((room, *x.shape[1:]), torch.nan) for x in tensors]
+        for x, y in zip(tensors, found, strict=True):
+            y[places[: len(x)]] = x
+        return places, found
 
     def vector(self, values: list[int]) -> Tensor:
         """int32, after numbers that are wrong."""
         return self.fenced(torch.tensor([NOBODY] * 4 + values, dtype=torch.int32))[4:]
 
-    def add_lengths(self, features: dict[str, Any]) -> None:
-        p, lengths = self.problem, self.lengths
-        if p.used_q:
-            features["seqused_q"] = self.vector(lengths.used_q)
-        if p.used_k:
-            features["seqused_k"] = self.vector(lengths.used_k)
+    def add_lengths(self) -> None:
+        p, features = self.problem, self.features
+        vectors = {"seqused_q": p.used_q, "seqused_k": p.used_k, "leftpad_k": p.leftpad}
+        of_sequences = (self.lengths.used_q, self.lengths.used_k, self.lengths.padding)
+        features |= {x: self.vector(y) for x, y in zip(vectors, of_sequences, strict=True) if vectors[x]}
         if p.is_bounded:
             features["max_seqlen_k"] = p.width
-        if p.leftpad:
-            features["leftpad_k"] = self.vector(lengths.padding)
 
-    def add_masks(self, features: dict[str, Any]) -> None:
-        p = self.problem
+    def add_masks(self) -> None:
+        p, features = self.problem, self.features
         if p.window is not None:
             features["window"] = p.window
         if p.prefix:
-            features["prefix_lengths"] = self.vector(
-                [self.chance.randint(0, self.chance.choice((5, p.capacity + 2))) for _ in range(p.batch)]
-            )
+            lengths = [self.chance.randint(0, self.chance.choice((5, p.capacity + 2))) for _ in range(p.batch)]
+            features["prefix_lengths"] = self.vector(lengths)
         if p.mask is not None:
-            seen = self.uniform(p.mask[0]) < 0.7
-            seen &= self.uniform(p.mask[0].replace("k", "")) < 0.9  # whole rows
+            seen = torch.rand(self.shape(p.mask[0]), **self.drawn) < 0.7
+            seen &= torch.rand(self.shape(p.mask[0].replace("k", "")), **self.drawn) < 0.9  # whole rows
             features["mask"] = self.placed(seen, p.mask[1], guard=True)
         if p.blocks is not None:
             features["block_mask"] = (*self.block_lists(), p.blocks)
 
-    def add_scores(self, features: dict[str, Any]) -> None:
-        p = self.problem
+    def add_scores(self) -> None:
+        p, features = self.problem, self.features
         if p.softcap:
             features["softcap"] = p.softcap
         if p.bias is not None:
-            bias = self.normal(p.bias[0])
+            bias = torch.randn(self.shape(p.bias[0]), **self.drawn)
             if p.bias_fill == "minus-inf":
-                bias.masked_fill_(self.uniform(p.bias[0]) < 0.2, -torch.inf)
+                bias.masked_fill_(torch.rand(bias.shape, **self.drawn) < 0.2, -torch.inf)
             elif p.bias_fill == "huge":
                 bias *= 3e3
             dtype = torch.float32 if p.bias[1] == "float32" else self.dtype
             features["bias"] = self.placed(bias.to(dtype), p.bias[2], guard=torch.nan)
         if p.alibi:
-            shape = (p.batch, p.num_heads) if p.alibi == "bh" else (p.num_heads,)
-            slopes = torch.rand(shape, generator=self.numbers, device=self.device) * 0.5 - 0.1
-            features["alibi_slopes"] = self.small(slopes, torch.nan, dims=slopes.dim())
+            slopes = torch.rand((p.batch, p.num_heads)[-len(p.alibi) :], **self.drawn) * 0.5 - 0.1
+            features["alibi_slopes"] = self.small(slopes, torch.nan)
         if p.sinks:
-            sinks = torch.randn(p.num_heads, generator=self.numbers, device=self.device)
-            sinks += {"normal": 0.0, "high": 12.0, "low": -12.0}[p.sinks]
-            features["sinks"] = self.fenced(sinks.to(torch.float64 if self.dtype == torch.float64 else torch.float32))
+            sinks = torch.randn(p.num_heads, **self.drawn) + {"normal": 0.0, "high": 12.0, "low": -12.0}[p.sinks]
+            features["sinks"] = self.fenced(sinks.to(torch.promote_types(self.dtype, torch.float32)))
         if p.dropout:
-            seed = self.chance.getrandbits(63)
             features["dropout_p"] = p.dropout
-            features["dropout_seed"] = self.small(torch.tensor([seed], dtype=torch.int64), 0, dims=1)
+            features["dropout_seed"] = self.small(torch.tensor([self.chance.getrandbits(63)]), 0)
 
     def block_lists(self) -> tuple[Tensor, Tensor]:
         """Counts and ascending indices; what is beyond a count names a block that would be counted twice.
@@ -218,8 +181,7 @@ class Maker:
         lists = (*shape, -(-p.seqlen_q // p.blocks[0]))
         beyond = [most, most + 1, 2**31 - 1] if p.blocks_beyond else []
         entries = most + 1 + len(beyond)
-        counts = torch.zeros(lists, dtype=torch.int32)
-        indices = torch.zeros((*lists, entries), dtype=torch.int32)
+        counts, indices = (torch.zeros(shape, dtype=torch.int32) for shape in (lists, (*lists, entries)))
         for at in itertools.product(*map(range, lists)):
             chosen = self.rising(most, self.chance.randint(0, most)) + beyond
             counts[at] = len(chosen)
@@ -237,12 +199,6 @@ class Maker:
     def rising(self, end: int, count: int) -> list[int]:
         return sorted(self.chance.sample(range(end), count))
 
-    def uniform(self, dims: str) -> Tensor:
-        return torch.rand(self.shape(dims), generator=self.numbers, device=self.device)
-
-    def normal(self, dims: str) -> Tensor:
-        return torch.randn(self.shape(dims), generator=self.numbers, device=self.device)
-
     def shape(self, dims: str) -> tuple[int, ...]:
         p = self.problem
         sizes = {"b": p.batch, "h": p.num_heads, "q": p.seqlen_q, "k": p.width}
@@ -256,14 +212,12 @@ class Maker:
             memory = "plain"
         if memory in ("strided", "padded"):  # a guard before each number, or some around each row
             room, own = (2 * x.shape[3], slice(1, None, 2)) if memory == "strided" else (x.shape[3] + 5, slice(2, -3))
-            wide = torch.full((*x.shape[:3], room), guard, dtype=x.dtype, device=self.device)
-            return wide[..., own].copy_(x)
+            return x.new_full((*x.shape[:3], room), guard)[..., own].copy_(x)
         if memory == "overlapping":
             return self.guarded(x.flatten()[: windows(x.shape)], guard).as_strided(x.shape, (1,) * x.dim())
         if memory == "padded by runs":
             batch, heads, queries, keys = x.shape
-            wide = torch.full((queries, heads, batch, keys + 12), guard, dtype=x.dtype, device=self.device)
-            return wide.transpose(0, 2)[..., 4:-8].copy_(x)
+            return x.new_full((queries, heads, batch, keys + 12), guard).transpose(0, 2)[..., 4:-8].copy_(x)
         x = self.guarded(x, guard)
         if memory == "expanded":
             return x.expand(self.shape("bhqk"))
@@ -278,16 +232,13 @@ class Maker:
         if memory == "plain" or 0 in x.shape:
             return self.fenced(x)
         if memory == "strided":
-            wide = x.new_full([2 * size for size in x.shape], guard)
-            odd = (slice(1, None, 2),) * x.dim()
+            wide, odd = x.new_full([2 * size for size in x.shape], guard), (slice(1, None, 2),) * x.dim()
             wide[odd] = x
             return self.fenced(wide)[odd]
         if memory == "overlapping":
             return self.fenced(x.flatten()[: windows(x.shape)]).as_strided(x.shape, (1,) * x.dim())
-        few = x
-        for dim in range(x.dim() if dims is None else dims):
-            few = few.narrow(dim, 0, 1) if self.chance.random() < 0.7 else few
-        return self.fenced(few).expand(x.shape)
+        few = tuple(slice(1 if self.chance.random() < 0.7 else None) for _ in range(x.dim() if dims is None else dims))
+        return self.fenced(x[few]).expand(x.shape)
 
     def fenced(self, x: Tensor) -> Tensor:
         """A contiguous copy; on the CPU, nothing is mapped behind it: who reads on ends the process."""
@@ -302,8 +253,7 @@ class Maker:
         return copy.view(x.shape).copy_(x)
 
     def guarded(self, x: Tensor, guard: Any) -> Tensor:
-        buffer = torch.full((x.numel() + 2 * GUARD,), guard, dtype=x.dtype, device=self.device)
-        return buffer[GUARD : GUARD + x.numel()].view(x.shape).copy_(x)
+        return x.new_full((x.numel() + 2 * GUARD,), guard)[GUARD : GUARD + x.numel()].view(x.shape).copy_(x)
 
 
 def windows(shape: tuple[int, ...]) -> int:

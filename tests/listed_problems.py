@@ -20,14 +20,10 @@ def _masks() -> list[P]:
     found += [P(200, 130, causal=causal, prefix=True, num_heads=4) for causal in CAUSAL]
     found += [P(150, 300, causal=causal, window=(20, -1), prefix=True) for causal in CAUSAL[1:]]
     found += [
-        P(200, 500, blocks=blocks, block_dims=dims, causal=causal)
-        for blocks, dims, causal in (
-            ((64, 64), "bh", "none"),
-            ((64, 128), "", "bottom-right"),
-            ((128, 64), "h", "top-left"),
-            ((192, 128), "b", "none"),
-        )
-    ]
+        P(200, 500, blocks=(64, 64)), P(200, 500, blocks=(64, 128), block_dims="", causal="bottom-right"),
+        P(200, 500, blocks=(128, 64), block_dims="h", causal="top-left"),
+        P(200, 500, blocks=(192, 128), block_dims="b"),
+    ]  # fmt: skip
     for memory in SMALL_MEMORY:
         found += [P(q, 400, blocks=(64, 64), memory=memory, num_heads_kv=1) for q in (10, 150)]
     for page_size in (0, 16, 64):
@@ -59,8 +55,7 @@ def _scores() -> list[P]:
 
 def _shapes() -> list[P]:
     found = [P(70, 130, head_dim=d, head_dim_v=d, causal="bottom-right") for d in HEAD_DIMS]
-    others = ((192, 128), (64, 256), (128, 8), (16, 100), (40, 33))
-    found += [P(70, 130, head_dim=d, head_dim_v=v) for d, v in others]
+    found += [P(70, 130, head_dim=d, head_dim_v=v) for d, v in ((192, 128), (64, 256), (128, 8), (16, 100), (40, 33))]
     found += [
         P(65, 113, num_heads=6, num_heads_kv=3, batch=3, layout=layout, out_layout=out, causal="bottom-right")
         for layout in LAYOUTS
@@ -83,13 +78,8 @@ def _lengths() -> list[P]:
         ]
     found += [P(100, 300, batch=3, page_size=size, used_k=True) for size in (16, 48, 64, 256)]
     found += [P(9, 300, batch=3, page_size=48, used_k=True, memory=memory) for memory in SMALL_MEMORY[1:]]
-    return [
-        *found,
-        P(
-            40, 90, batch=3, packed_q=True, bias=("bhqk", "float32", "plain"), mask=("bqk", "plain"),
-            dropout=0.3,
-        ),
-    ]  # fmt: skip
+    added = {"bias": ("bhqk", "float32", "plain"), "mask": ("bqk", "plain"), "dropout": 0.3}
+    return [*found, P(40, 90, batch=3, packed_q=True, **added)]
 
 
 def _decode() -> list[P]:
@@ -130,10 +120,7 @@ GROUPS = {
 }  # fmt: skip
 
 
-# ---- without features --------------------------------------------------------------------------------------
-
-# Around the tiles' sizes (32, 64 and 256), both lengths, each longer than the other by less and by more than
-# a tile.
+# Around the tiles' sizes (32, 64 and 256), both lengths, each longer than the other by less and by more than a tile.
 LENGTHS = (
     (1, 1), (1, 17), (1, 113), (1, 1023), (17, 1), (17, 17), (17, 113), (17, 1023), (33, 96), (63, 65),
     (64, 64), (65, 63), (113, 1), (113, 17), (113, 113), (113, 1023), (128, 32), (255, 257), (256, 256),
@@ -141,43 +128,32 @@ LENGTHS = (
 )  # fmt: skip
 
 
-def _plain_lengths() -> list[P]:
+def listed() -> list[P]:
+    """The problems every row is run on, without those whose layout it can't take. Each has its own seed."""
     heads = [(2, 2), (4, 2), (3, 1)]
-    found = []
-    for i, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
-        for j, causal in enumerate(CAUSAL):
-            h, h_kv = heads[(i + j) % 3]
-            found.append(P(seqlen_q, seqlen_k, causal, num_heads=h, num_heads_kv=h_kv, return_lse=(i + j) % 4 > 0))
-    return found
-
-
-def _plain_empty() -> list[P]:
-    found = [P(q, k, causal) for q, k in ((0, 5), (1, 0), (5, 0), (300, 0), (0, 0)) for causal in CAUSAL]
-    return [*found, P(5, 7, batch=0), P(5, 7, num_heads=0, num_heads_kv=0)]
-
-
-def _plain_numbers() -> list[P]:
-    scales = (0.0, -0.2, 1.0, -3.0, 20.0, 1e-6, 1e-45, -1e-45)
-    found = [P(130, 300, causal, scale=scale) for scale in scales for causal in ("none", "bottom-right")]
-    for fill in FILLS:
-        for lengths, causal in (((130, 300), "none"), ((300, 300), "bottom-right"), ((70, 1023), "none")):
-            scale = 1.0 if fill in ("large", "huge") else None
-            found.append(P(*lengths, causal, fill=fill, scale=scale, num_heads=4))
-    return [
-        *found,
-        P(130, 300, "bottom-right", fill="small", scale=2.0**40),
-        P(200, 500, fill="steep-ramp", scale=-0.1),
-        P(64, 64, "top-left", fill="huge", scale=-1.0),
-    ]
-
-
-def _plain_memory() -> list[P]:
     found = [
+        P(*lengths, causal, num_heads=h, num_heads_kv=h_kv, return_lse=(i + j) % 4 > 0)
+        for i, lengths in enumerate(LENGTHS)
+        for j, causal in enumerate(CAUSAL)
+        for h, h_kv in [heads[(i + j) % 3]]
+    ]
+    found += [P(q, k, causal) for q, k in ((0, 5), (1, 0), (5, 0), (300, 0), (0, 0)) for causal in CAUSAL]
+    found += [P(5, 7, batch=0), P(5, 7, num_heads=0, num_heads_kv=0)]
+    scales = (0.0, -0.2, 1.0, -3.0, 20.0, 1e-6, 1e-45, -1e-45)
+    found += [P(130, 300, causal, scale=scale) for scale in scales for causal in ("none", "bottom-right")]
+    found += [
+        P(q, k, causal, fill=fill, scale=1.0 if fill in EXACT_FILLS else None, num_heads=4)
+        for fill in FILLS
+        for q, k, causal in ((130, 300, "none"), (300, 300, "bottom-right"), (70, 1023, "none"))
+    ]
+    found += [P(130, 300, "bottom-right", fill="small", scale=2.0**40), P(200, 500, fill="steep-ramp", scale=-0.1)]
+    found += [P(64, 64, "top-left", fill="huge", scale=-1.0)]
+    found += [
         P(q, k, causal, batch=3, num_heads=6, num_heads_kv=3, layout=layout)
         for layout in (*OF_EACH, "packed")
         for q, k, causal in ((113, 113, "bottom-right"), (65, 300, "none"))
     ]
-    return [
+    return _seeded(
         *found,
         P(3, 5, batch=1, num_heads=64, num_heads_kv=8),
         P(1, 70, batch=300, num_heads=8, num_heads_kv=1),
@@ -186,13 +162,7 @@ def _plain_memory() -> list[P]:
         P(2, 1, batch=1, num_heads=70000, num_heads_kv=1),
         P(1, 20000, batch=1, num_heads=4, num_heads_kv=1),
         P(2048, 2048, "bottom-right", batch=1, num_heads=8, num_heads_kv=2),
-    ]
-
-
-def listed() -> list[P]:
-    """The problems every row is run on, without those whose layout it can't take. Each has its own seed."""
-    found = [*_plain_lengths(), *_plain_empty(), *_plain_numbers(), *_plain_memory()]
-    return _seeded(*found)
+    )
 
 
 def is_short(p: P) -> bool:

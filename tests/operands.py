@@ -1,7 +1,6 @@
 """The numbers of attention problems, and places between NaN for them.
 
-An element that a kernel reads outside its operand, a padding row included, poisons the result, since even a
-probability of zero times NaN is NaN.
+What a kernel reads outside its operand, a padding row included, poisons the result: even 0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -23,16 +22,12 @@ CAUSAL = ("none", "top-left", "bottom-right")
 Fill = Callable[["Problem", Tensor, Tensor, Tensor], "tuple[Tensor, Tensor, Tensor]"]
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------
-
-
 def filled(
     problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v [batch, seqlen, heads, head_dim] of the problem's fill."""
-    g = torch.Generator(device=device).manual_seed(problem.seed)
-    p = problem
-    shapes = [(p.seqlen_q, p.num_heads), (p.seqlen_k, p.num_heads_kv), (p.seqlen_k, p.num_heads_kv)]
+    p, g = problem, torch.Generator(device=device).manual_seed(problem.seed)
+    shapes = [(p.seqlen_q, p.num_heads), *[(p.seqlen_k, p.num_heads_kv)] * 2]
     q, k, v = (torch.randn(p.batch, *x, head_dim, generator=g, device=device).to(dtype) for x in shapes)
     return FILLS[p.fill](p, q, k, v)
 
@@ -42,13 +37,11 @@ def _ramp(per_key: float) -> Fill:
 
     def fill(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale = problem.scale or q.shape[-1] ** -0.5  # a scale of 0 has no ramp to show
-        # The first element of q and k carries the ramp; q's varies by row, in size and sign.
-        slope = q[..., 0].float().clamp(-2, 2)
         # In fp64: torch divides on a GPU by multiplying, and 1 / scale may be infinite in fp32, 0 * inf NaN.
         steps = torch.arange(problem.seqlen_k, device=q.device, dtype=torch.float64) * per_key / scale
-        limit = 60000.0
-        q[..., 0] = slope.to(q.dtype)
-        k[..., 0] = steps.clamp(-limit, limit).to(q.dtype)[:, None]
+        # The first element of q and k carries the ramp; q's varies by row, in size and sign.
+        q[..., 0] = q[..., 0].clamp(-2, 2)
+        k[..., 0] = steps.clamp(-60000.0, 60000.0).to(q.dtype)[:, None]
         return q, k, v
 
     return fill
@@ -119,19 +112,13 @@ FILLS: dict[str, Fill] = {
 }  # fmt: skip
 
 
-# ---- memory ------------------------------------------------------------------------------------------------
-
-
 def poison(dtype: torch.dtype, count: int, device: torch.device | str) -> Tensor:
     """``count`` elements of NaN, with a bit pattern that no arithmetic makes."""
-    bits = {
-        torch.float16: (torch.int16, 0x7E5A),
-        torch.bfloat16: (torch.int16, 0x7FDA),
-        torch.float32: (torch.int32, 0x7FDA5A5A),
-        torch.int32: (torch.int32, 0x7FDA5A5A),
+    integer, pattern = {
+        torch.float16: (torch.int16, 0x7E5A), torch.bfloat16: (torch.int16, 0x7FDA),
+        torch.float32: (torch.int32, 0x7FDA5A5A), torch.int32: (torch.int32, 0x7FDA5A5A),
         torch.float64: (torch.int64, 0x7FFDA5A55A5A5A5A),
-    }
-    integer, pattern = bits[dtype]
+    }[dtype]  # fmt: skip
     return torch.full((count,), pattern, dtype=integer, device=device).view(dtype)
 
 
@@ -163,20 +150,9 @@ def lay_out(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tenso
     if layout != "packed":
         return lay_out_one(q, layout, 0), lay_out_one(k, layout, 1), lay_out_one(v, layout, 2)
     if q.shape[1] != k.shape[1]:
-        kv = place(torch.cat([k, v], dim=2))
-        return place(q), kv[:, :, : k.shape[2]], kv[:, :, k.shape[2] :]
+        return (place(q), *place(torch.cat([k, v], dim=2)).split([k.shape[2], v.shape[2]], dim=2))
     q, k, v = place(torch.cat([q, k, v], dim=2)).split([q.shape[2], k.shape[2], v.shape[2]], dim=2)
     return q, k, v
-
-
-def overlapping(x: Tensor) -> Tensor:
-    """x [batch, seqlen, heads, head_dim] inside NaN, rows that begin 8, 16 or 24 elements after others."""
-    strides = (24, 16, 8, 1)
-    count = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
-    numbers = x.flatten().repeat(-(-count // x.numel()))[:count]
-    buffer = poison(x.dtype, count + 2 * GUARD, x.device)
-    buffer[GUARD:-GUARD] = numbers
-    return buffer.as_strided(x.shape, strides, GUARD)
 
 
 def lay_out_one(x: Tensor, layout: str, which: int) -> Tensor:
@@ -191,6 +167,10 @@ def lay_out_one(x: Tensor, layout: str, which: int) -> Tensor:
         return place(x[:, :, :1]).expand(x.shape)
     if layout == "shared":
         return place(x[:1]).expand(x.shape)
-    if layout == "overlapping" and x.numel():
-        return overlapping(x)
+    if layout == "overlapping" and x.numel():  # rows begin 8, 16 or 24 elements after others
+        strides = (24, 16, 8, 1)
+        count = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
+        buffer = poison(x.dtype, count + 2 * GUARD, x.device)
+        buffer[GUARD:-GUARD] = x.flatten().repeat(-(-count // x.numel()))[:count]
+        return buffer.as_strided(x.shape, strides, GUARD)
     return place(x)

@@ -1,8 +1,7 @@
 """What a result may differ from dense fp64 attention by, and the arithmetic that the oracles share.
 
-Shares nothing with the package. The tolerance is relative to what the dtype allows, and set per query row,
-because a row that averages 1000 values is 30 times smaller than one that sees a single key, and an error of
-its whole size would hide behind the latter:
+Shares nothing with the package. The tolerance is relative to what the dtype allows, and set per query row: one that
+averages 1000 values is 30 times smaller than one that sees a single key, beside which an error of its size would hide.
 
     max_d |out - ref|  <=  2 max_d |unfused - ref|  +  2 ulp(max_d |ref|)  +  score term
 
@@ -13,7 +12,7 @@ dtype (P as an operand of P V, and the output); everything else in fp32, as the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,39 +20,20 @@ from torch import Tensor
 
 CAUSAL = ("none", "top-left", "bottom-right")
 
-# The output is rounded once (half an ulp) and P once; that the unfused math happens to round a row's P
-# luckily must not fail a kernel that does not. test_oracle.py shows that a correct online softmax stays below
-# and defects do not.
+# The output is rounded once (half an ulp) and P once; that the unfused math happens to round a row's P luckily must
+# not fail a kernel that does not. test_oracle.py shows that a correct online softmax stays below and defects do not.
 ULPS = 2
 FP32_EPS = 2.0**-24  # half an ulp of fp32, relative
 
-_CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 
-
-def visible(seqlen_q: int, seqlen_k: int, causal: str, device: torch.device | str = "cpu") -> Tensor:
+def visible(seqlen_q: int, seqlen_k: int, causal: str) -> Tensor:
     """[seqlen_q, seqlen_k] bool: True where query i sees key j."""
-    if causal not in CAUSAL:
-        raise ValueError(f"causal must be one of {CAUSAL}, got {causal!r}")
-    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    if causal == "none":
-        return mask
-    return mask.tril(0 if causal == "top-left" else seqlen_k - seqlen_q)
+    diagonal = {"none": seqlen_k, "top-left": 0, "bottom-right": seqlen_k - seqlen_q}[causal]
+    return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(diagonal)
 
 
-def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Query ranges whose scores stay below the device's chunk size."""
-    batch, seqlen_q, heads, _ = q.shape
-    per_row = max(1, batch * heads * k.shape[1])
-    step = max(1, _CHUNK_ELEMENTS[q.device.type] // per_row)
-    for begin in range(0, seqlen_q, step):
-        yield slice(begin, min(begin + step, seqlen_q))
-
-
-def _softmax(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over the last dimension, 0 for rows without a key, and its log-sum-exp, -inf for those.
-
-    Both have gradients, of rows without a key 0."""
-    scores = scores.masked_fill(~mask, -math.inf)
+def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the last dimension and its log-sum-exp; 0 and -inf for rows of -inf, whose gradients are 0."""
     maximum = scores.detach().amax(dim=-1, keepdim=True)
     # A row without keys has the maximum -inf, and -inf - -inf is NaN; exp(-inf - 0) is 0.
     p = torch.exp(scores - maximum.masked_fill(maximum == -math.inf, 0.0))
@@ -61,10 +41,6 @@ def _softmax(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     total = total.masked_fill(total == 0.0, 1.0)
     # Divided by the sum, not exp(score - lse): in an LSE of 1e30 the logarithm of the sum is lost.
     return p / total, (maximum + total.log()).squeeze(-1)
-
-
-def _default_scale(q: Tensor, scale: float | None) -> float:
-    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
 def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
@@ -94,30 +70,33 @@ class Errors:
         """Raise AssertionError unless everything is within the tolerance."""
         if self.complaint:
             raise AssertionError(self.complaint)
-        if not self.worst <= 1.0:
-            raise AssertionError(
-                f"output is off by {self.out:.3g}, {self.out_ratio:.3g} times the tolerance; "
-                f"softmax_lse by {self.lse:.3g}, {self.lse_ratio:.3g} times the tolerance"
-            )
-        return self
+        if self.worst <= 1.0:
+            return self
+        raise AssertionError(
+            f"output is off by {self.out:.3g}, {self.out_ratio:.3g} times the tolerance; "
+            f"softmax_lse by {self.lse:.3g}, {self.lse_ratio:.3g} times the tolerance"
+        )
 
 
 def _failed(complaint: str) -> Errors:
     return Errors(math.inf, math.inf, math.inf, math.inf, complaint)
 
 
-def _describe(x: Tensor) -> str:
-    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+def _mistaken(
+    name: str, x: Tensor, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None
+) -> Errors | None:
+    """None where a result has this shape, and ``like``'s dtype, if no other is given, and device."""
+    found, expected = (list(x.shape), x.dtype, x.device), (list(shape), dtype or like.dtype, like.device)
+    return None if found == expected else _failed(f"{name} is {found}, expected {expected}")
 
 
 def _lse_tolerance(ref_lse: Tensor, seqlen_k: int, score_error: Tensor, start: Tensor | None) -> Tensor:
     """[batch, num_heads, seqlen_q]. LSE = log(sum of p) + maximum, all in fp32:
 
-    - the sum of seqlen_k numbers, each addition rounded by half an ulp at most: seqlen_k * 2^-24 relative,
-      which the logarithm makes absolute; exp2 and log2 of the hardware add 2 ulp each (CUDA Programming
-      Guide, intrinsics);
-    - the maximum, at most |LSE| + log(seqlen_k) large, is scaled to log2 units and back: 4 roundings. Where
-      a row starts at a score, its sink, that stays the reference until a sum of exponentials exceeds 2^20;
+    - the sum of seqlen_k numbers, each addition rounded by half an ulp at most: seqlen_k * 2^-24 relative, which the
+      logarithm makes absolute; the hardware's exp2 and log2 add 2 ulp each (CUDA Programming Guide, intrinsics);
+    - the maximum, at most |LSE| + log(seqlen_k) large, is scaled to log2 units and back: 4 roundings. Where a row
+      starts at a score, its sink, that stays the reference until a sum of exponentials exceeds 2^20;
     - the error of the scores, which shifts the result by itself.
     """
     magnitude = ref_lse.abs() + math.log(seqlen_k)

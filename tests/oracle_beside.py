@@ -35,15 +35,14 @@ class RmsNorm:
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float,
         weight_offset: float, dout: Tensor, dsum: Tensor | None,
     ) -> None:  # fmt: skip
-        total = x.cpu() if residual is None else (x.cpu().double() + residual.cpu().double()).to(x.dtype)
-        self.sum = total
-        leaves = [None if t is None else t.detach().cpu().double().requires_grad_() for t in (total, weight, bias)]
+        self.sum = x.cpu() if residual is None else (x.cpu().double() + residual.cpu().double()).to(x.dtype)
+        leaves = (None if t is None else t.detach().cpu().double().requires_grad_() for t in (self.sum, weight, bias))
         s, w, b = leaves
         assert s is not None
         out = rms_norm(s, w, b, eps, weight_offset)
         dout = dout.detach().cpu().double()
         dsum = torch.zeros_like(dout) if dsum is None else dsum.detach().cpu().double()
-        gradients = iter(torch.autograd.grad(out, [t for t in leaves if t is not None], dout))
+        out.backward(dout)
         with torch.no_grad():
             factor = torch.ones(x.shape[-1], dtype=torch.float64) if w is None else w + weight_offset
             y = rms_norm(s, None, None, eps, 0.0)
@@ -51,10 +50,10 @@ class RmsNorm:
             scaled = (dout * factor).abs()
             term = rstd * (scaled + y.abs() * (scaled * y.abs()).mean(-1, keepdim=True))
             self.out = Expected(out.detach(), (y * factor).abs() + (0 if b is None else b.abs()))
-            self.dx = Expected(next(gradients) + dsum, term + dsum.abs())
+            self.dx = Expected(s.grad + dsum, term + dsum.abs())
             terms = [x.abs().reshape(-1, x.shape[-1]).sum(0) for x in (dout * y, dout)]
-            self.dweight = None if w is None else Expected(next(gradients), terms[0])
-            self.dbias = None if b is None else Expected(next(gradients), terms[1])
+            self.dweight = None if w is None else Expected(w.grad, terms[0])
+            self.dbias = None if b is None else Expected(b.grad, terms[1])
 
 
 def activation(x: Tensor, name: str) -> Tensor:
@@ -72,11 +71,11 @@ class Gated:
         g, u = (t.detach().cpu().double().requires_grad_() for t in (gate, up))
         d = dout.detach().cpu().double()
         out = activation(g, name) * u
-        dgate, dup = torch.autograd.grad(out, (g, u), d)
+        out.backward(d)
         with torch.no_grad():
             self.out = Expected(out.detach(), (g * u).abs())
-            self.dgate = Expected(dgate, (d * u).abs() * (1 + g.abs()) ** (4 if name == "gelu_tanh" else 2))
-            self.dup = Expected(dup, (d * g).abs())
+            self.dgate = Expected(g.grad, (d * u).abs() * (1 + g.abs()) ** (4 if name == "gelu_tanh" else 2))
+            self.dup = Expected(u.grad, (d * g).abs())
 
 
 class Mlp:
@@ -93,8 +92,7 @@ class Mlp:
             error = op(a[1], b[0].abs()) + op(a[0].abs(), b[1]) + computed * size
             return torch.stack((value, error + half_ulp * value.abs() + smallest))
 
-        of_rows = (t.detach().cpu().double().flatten(0, -2) if t.dim() > 1 else t.detach().cpu().double()[None]
-                   for t in (x, w_gate_up, w_down, dout))  # fmt: skip
+        of_rows = (t.detach().cpu().double().reshape(-1, t.shape[-1]) for t in (x, w_gate_up, w_down, dout))
         x, w_gate_up, w_down, dout = (torch.stack((t, torch.zeros_like(t))) for t in of_rows)
         gate, up = product(torch.matmul, x, w_gate_up.mT).chunk(2, -1)
         share = torch.sigmoid(gate[0])

@@ -1,10 +1,8 @@
 """The oracle for everything that a call may say: dense fp64, one sequence after the other.
 
-Shares nothing with the package.
-
-Arguments and shapes are those of ``cutlass_fmha.attention`` in the "bshd" layout; ``causal`` is the op's.
-Sequences are cut out of packed tensors, caches and pages first. What is left is one dense attention for each,
-over [num_heads, queries, keys], with one mask for everything that hides a key.
+Shares nothing with the package. Arguments and shapes are those of ``cutlass_fmha.attention`` in the "bshd" layout;
+``causal`` is the op's. Sequences are cut out of packed tensors, caches and pages first. What is left is one dense
+attention for each, over [num_heads, queries, keys], with one mask for everything that hides a key.
 """
 
 from __future__ import annotations
@@ -27,6 +25,9 @@ SAME_FOR_ALL = {"window", "softcap", "max_seqlen_q", "max_seqlen_k", "num_splits
 # Rounding P costs half an ulp of each product, independently of each other: four standard deviations of their
 # sum. It decides where a head has few elements: the largest of many is never small by accident.
 DEVIATIONS = 4.0
+
+#: How many scores are computed at a time.
+CHUNK = {"cpu": 2**22, "cuda": 2**26}
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,7 @@ class Features:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence on its own: its queries and keys in use, and where its output stands.
-
-    ``rows`` is a range of queries everywhere: long sequences are computed in chunks.
-    """
+    """One sequence: its queries and keys in use, and where its output stands. ``rows``: a range of queries."""
 
     features: Features
     scale: float
@@ -75,15 +73,15 @@ class Sequence:
     lse_place: tuple[Any, ...]
 
     def chunks(self) -> Iterator[slice]:
-        if self.q.shape[1]:
-            yield from oracle._chunks(self.q[None], self.k[None])
+        n_q, heads = self.q.shape[:2]
+        step = max(1, CHUNK[self.q.device.type] // max(1, heads * len(self.k)))
+        return (slice(begin, min(begin + step, n_q)) for begin in range(0, n_q if heads else 0, step))
 
     def per_query_head(self, kv: Tensor) -> Tensor:
         """[num_heads, n_k, head_dim]: repeated for the query heads that share a head of key or value."""
-        heads, heads_kv = self.q.shape[1], kv.shape[1]
-        if heads_kv == 0 or heads % heads_kv:
-            raise ValueError(f"{heads} query heads are no multiple of {heads_kv} key heads")
-        return kv.transpose(0, 1).repeat_interleave(heads // heads_kv, dim=0)
+        group, rest = divmod(self.q.shape[1], kv.shape[1])
+        assert rest == 0, "query heads are no multiple of key heads"
+        return kv.transpose(0, 1).repeat_interleave(group, dim=0)
 
     def distance(self, rows: slice) -> Tensor:
         """[queries, keys] of i + offset - j: how far before its query a key stands."""
@@ -94,14 +92,9 @@ class Sequence:
     def visible(self, rows: slice) -> Tensor:
         """[num_heads or 1, queries, keys] bool."""
         f, distance = self.features, self.distance(rows)
-        left, right = (None if side in (None, -1) else side for side in f.window or (None, None))
-        if self.causal != "none":
-            right = 0 if right is None else min(right, 0)
-        seen = torch.ones_like(distance, dtype=torch.bool)
-        if left is not None:
-            seen &= distance <= left
-        if right is not None:
-            seen &= distance >= -right
+        left, right = (math.inf if side in (None, -1) else side for side in f.window or (None, None))
+        right = right if self.causal == "none" else min(right, 0)
+        seen = (distance <= left) & (distance >= -right)
         if f.prefix_lengths is not None:
             seen |= torch.arange(len(self.k), device=self.q.device) < f.prefix_lengths[self.number]
         seen = seen[None]
@@ -156,10 +149,9 @@ class Sequence:
         """[num_heads, queries, keys], and the log-sum-exp. A sink is one more key, whose value is 0."""
         scores, seen, sinks = self.scores(rows, dtype), self.visible(rows), self.features.sinks
         if sinks is None:
-            sinks = torch.full((self.q.shape[1],), -math.inf, device=self.q.device)
+            sinks = scores.new_full(scores.shape[:1], -math.inf)
         column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:2], 1)
-        seen = torch.cat([seen.expand_as(scores), torch.ones_like(column, dtype=torch.bool)], dim=-1)
-        p, lse = oracle._softmax(torch.cat([scores, column], dim=-1), seen)
+        p, lse = oracle._softmax(torch.cat([scores.masked_fill(~seen, -math.inf), column], dim=-1))
         return p[..., :-1], lse
 
     @functools.cached_property
@@ -169,9 +161,8 @@ class Sequence:
         if f.dropout_p == 0.0:
             return None
         assert f.dropout_seed is not None
-        seed = int(f.dropout_seed) % 2**64
-        heads, n_q = self.q.shape[1], len(self.q)
-        keep = kept(seed, dropped_of_65536(f.dropout_p), self.number, heads, n_q, len(self.k))
+        sizes = self.q.shape[1], len(self.q), len(self.k)
+        keep = kept(int(f.dropout_seed) % 2**64, dropped_of_65536(f.dropout_p), self.number, *sizes)
         return torch.from_numpy(keep).to(self.q.device)
 
     def dropped(self, p: Tensor, rows: slice) -> Tensor:
@@ -185,7 +176,7 @@ class Sequence:
 def sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, f: Features) -> Iterator[Sequence]:
     cu_q = None if f.cu_seqlens_q is None else f.cu_seqlens_q.tolist()
     batch = q.shape[0] if cu_q is None else len(cu_q) - 1
-    scale = oracle._default_scale(q, scale)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     for b in range(batch):
         place = b if cu_q is None else slice(cu_q[b], cu_q[b + 1])
         used = None if f.seqused_q is None else int(f.seqused_q[b])
@@ -197,19 +188,14 @@ def sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str,
 def _rows(kv: Tensor, b: int, f: Features) -> Tensor:
     """The rows of key or value that are the sequence's, [n_k, num_heads_kv, head_dim]."""
     used = None if f.seqused_k is None else int(f.seqused_k[b])
-    if f.page_table is not None:
-        pages = f.page_table[b]
-        if used is not None:  # what the table holds behind the pages in use means nothing
-            pages = pages[: -(-used // kv.shape[1])]
-        rows = kv[pages.long()].flatten(0, 1)
+    if f.page_table is not None:  # which means nothing behind the pages in use
+        pages = None if used is None else -(-used // kv.shape[1])
+        rows = kv[f.page_table[b][:pages].long()].flatten(0, 1)
     elif f.cu_seqlens_k is not None:
         rows = kv[int(f.cu_seqlens_k[b]) : int(f.cu_seqlens_k[b + 1])]
     else:
         rows = kv[b if f.cache_batch_idx is None else int(f.cache_batch_idx[b])]
     return rows[:used][0 if f.leftpad_k is None else int(f.leftpad_k[b]) :]
-
-
-# ---- dropout -----------------------------------------------------------------------------------------------
 
 
 def dropped_of_65536(dropout_p: float) -> int:
@@ -240,9 +226,6 @@ def kept(seed: int, threshold: int, batch: int, heads: int, n_q: int, n_k: int) 
     return np.take_along_axis(halves, which[None], axis=0)[0] >= threshold
 
 
-# ---- attention ---------------------------------------------------------------------------------------------
-
-
 def attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: str = "none", **features: Any
 ) -> tuple[Tensor, Tensor]:
@@ -262,12 +245,7 @@ def _lse_shape(q: Tensor) -> tuple[int, ...]:
     return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
 
 
-# ---- comparison --------------------------------------------------------------------------------------------
-
-
 class Granted(NamedTuple):
-    """What ``compare`` was told of the arithmetic."""
-
     exact_scores: bool
     product_error: float
 
@@ -281,17 +259,14 @@ def compare(
     An error of a score counts as much as its key's probability does. float32 and float64 are granted the
     roundings of their sums.
 
-    exact_scores: every product and sum of Q K^T is exact in fp32 whatever the order, so no error of the
-    scores is granted. Huge scores are only comparable that way: their rounding errors alone would decide the
-    softmax.
+    exact_scores: every product and sum of Q K^T is exact in fp32 whatever the order, so no error of the scores is
+        granted. Huge scores are only comparable that way: their rounding errors alone would decide the softmax.
     product_error: half ulps of fp32 that each product of q k and of p v may be off by besides, relative.
     """
-    shape = [*q.shape[:-1], v.shape[-1]]
-    if list(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
-        return oracle._failed(f"output is {oracle._describe(out)}, expected {shape} {q.dtype} on {q.device}")
-    if lse is not None and (tuple(lse.shape) != _lse_shape(q) or lse.dtype != torch.float32):
-        expected = list(_lse_shape(q))
-        return oracle._failed(f"softmax_lse is {oracle._describe(lse)}, expected {expected} float32")
+    if mistake := oracle._mistaken("output", out, [*q.shape[:-1], v.shape[-1]], q):
+        return mistake
+    if lse is not None and (mistake := oracle._mistaken("softmax_lse", lse, _lse_shape(q), q, torch.float32)):
+        return mistake
     granted = Granted(exact_scores, product_error)
     if q.dim() == 4 and len(q) > 1 and SAME_FOR_ALL.issuperset(features):
         out, q, k, v = map(_as_heads, (out, q, k, v))
@@ -314,8 +289,7 @@ def _unused_rows(s: Sequence, out: Tensor, lse: Tensor | None) -> Tensor:
     """[4]: infinite where output or LSE of a row that is not in use isn't 0 or -inf."""
     wrong = (out[s.out_place][len(s.q) :] != 0.0).any()
     lse_wrong = torch.zeros_like(wrong) if lse is None else (lse[s.lse_place][:, len(s.q) :] != -math.inf).any()
-    flags = torch.stack([wrong, wrong, lse_wrong, lse_wrong])
-    return torch.zeros(4, dtype=torch.float64, device=out.device).masked_fill(flags, math.inf)
+    return torch.where(torch.stack([wrong, wrong, lse_wrong, lse_wrong]), math.inf, 0.0).double()
 
 
 def _errors(s: Sequence, rows: slice, out: Tensor, lse: Tensor | None, granted: Granted) -> Tensor:
@@ -337,7 +311,7 @@ def _errors(s: Sequence, rows: slice, out: Tensor, lse: Tensor | None, granted: 
     overflow = (ref.abs() + tolerance.unsqueeze(-1) > most) & (ours.double().clamp(-most, most) == ref.sign() * most)
     errors = [*oracle._worst(oracle._difference(ours, ref).masked_fill(overflow, 0.0).amax(-1), tolerance)]
     if lse is None:
-        return torch.stack([*errors, torch.zeros_like(errors[0]), torch.zeros_like(errors[0])])
+        return torch.stack([*errors, *[torch.zeros_like(errors[0])] * 2])
     start = None if s.features.sinks is None else s.features.sinks.double()[:, None]
     lse_tolerance = oracle._lse_tolerance(ref_lse, len(s.k) + 1, score_error, start)
     difference = oracle._difference(lse[s.lse_place][:, : len(s.q)][:, rows], ref_lse)
@@ -362,12 +336,12 @@ def _half_ulp(dtype: torch.dtype) -> float:
 def _score_errors(s: Sequence, rows: slice, p: Tensor, granted: Granted) -> tuple[Tensor, Tensor]:
     """Bounds on the error of a score: [num_heads, queries, keys], and averaged over the keys as P weighs them.
 
-    An error e_j of every score changes p_j by p_j (e_j - sum_j p_j e_j) to first order, and the LSE by the
-    sum. Partial sums of q k are at most |q| |k|. A tensor core adds 16 products at a time and truncates,
-    which costs an ulp (two half ulps) where rounding costs half: head_dim / 8 half ulps, and two more for the
-    scale and the exponent; without one, it is a chain of head_dim roundings. A key of -inf makes scores of
-    -inf, which have no error. tanh is right to 4 ulp of 1, and times the softcap once more rounded. Every
-    term that is added is rounded itself, with its sum, into log2 units and in the exponent: 4 half ulps.
+    An error e_j of every score changes p_j by p_j (e_j - sum_j p_j e_j) to first order, and the LSE by the sum.
+    Partial sums of q k are at most |q| |k|. A tensor core adds 16 products at a time and truncates, which costs an ulp
+    (two half ulps) where rounding costs half: head_dim / 8 half ulps, and two more for the scale and the exponent;
+    without one, it is a chain of head_dim roundings. Scores of -inf have no error. tanh is right to 4 ulp of 1, and
+    times the softcap once more rounded. Every term that is added is rounded itself, with its sum, into log2 units and
+    in the exponent: 4 half ulps.
     """
     f, eps = s.features, _half_ulp(s.q.dtype)
     norms = [x.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1) for x in (s.q[rows], s.k)]
@@ -387,8 +361,7 @@ def _score_errors(s: Sequence, rows: slice, p: Tensor, granted: Granted) -> tupl
     errors = (error + 4 * eps * size).nan_to_num(0.0, 0.0, 0.0)
     average = (p * errors).sum(-1)
     if f.sinks is not None:
-        sinks = f.sinks.double().nan_to_num(0.0, 0.0, 0.0).abs()
-        average += (1.0 - p.sum(-1)) * 4 * eps * sinks[:, None]
+        average += (1.0 - p.sum(-1)) * 4 * eps * f.sinks.double().nan_to_num(0.0, 0.0, 0.0).abs()[:, None]
     return errors, average
 
 

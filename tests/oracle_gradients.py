@@ -6,14 +6,13 @@ that the backward reads, and of the gradients. The tolerance is set per row of a
 
     max |found - ref|  <=  2 max |unfused - ref|  +  2 ulp(max |ref|)  +  score term
 
-or, in place of the first two, 4 deviations of what these roundings cost: the largest of many is never small
-by accident. What can't be avoided: P is rounded once, as dV's operand; dS twice, by the P that it is a
-multiple of (times a softcap's slope, before that product is rounded) and as operand of dQ and dK; the output
-once, for D. A deviation is taken as half an ulp of each, 1.7 times that of a rounding that is as likely
-anywhere within it: beyond 4 of them is one of 10^10 such sums (Hoeffding), and 10,000 problems compare about
-so many. Kernels on the simulator come to half of the tolerance, and 3 % more of a gradient is beyond it. An
-element of a bias's gradient may be off by the worst that P's rounding can do, which some elements meet; and where
-the bias is broadcast, by what a sum in fp32 costs, one addend after the other.
+or, in place of the first two, 4 deviations of what these roundings cost: the largest of many is never small by
+accident. What can't be avoided: P is rounded once, as dV's operand; dS twice, by the P that it is a multiple of (times
+a softcap's slope, before that product is rounded) and as operand of dQ and dK; the output once, for D. A deviation is
+taken as half an ulp of each, 1.7 times that of a rounding that is as likely anywhere within it: beyond 4 of them is
+one of 10^10 such sums (Hoeffding), and 10,000 problems compare about so many. Kernels on the simulator come to half of
+the tolerance, and 3 % more of a gradient is beyond it. An element of a bias's gradient may be off by the worst that
+P's rounding can do, which some elements meet; and where the bias is broadcast, by what a sum in fp32 costs.
 
 float16 ends at 65504. A gradient beyond is infinite. So is dS as an operand: dQ of its query and dK of its key then
 need not be finite, whatever they are multiplied by afterwards. A loss is scaled by such infinities: a finite number in
@@ -23,7 +22,7 @@ their place is only right where it is within the tolerance.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import oracle
@@ -50,21 +49,13 @@ def sequences(call: Call, **changed: Tensor) -> Iterator[Sequence]:
 
 def reference(call: Call, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
     """The gradients in fp64; 0 of what is nobody's. dout: as the output; dlse: as the LSE."""
-    given = {name: getattr(call, name) for name in "qkv"}
-    given |= {name: call.features[name] for name in NAMES[3:] if name in call.features}
-    leaves = {name: x.detach().double().requires_grad_() for name, x in given.items()}
-    q, k, v, *_ = leaves.values()
-    said = call.features | {name: x for name, x in leaves.items() if name not in "qkv"}
-    results = oracle_features.attention(q, k, v, call.scale, call.causal, **said)
-    pairs = [(x, g) for x, g in zip(results, (dout, dlse), strict=True) if x.requires_grad and g is not None]
-    found: Iterable[Tensor | None] = [None] * len(leaves)
+    given = call.features | {name: getattr(call, name) for name in "qkv"}
+    leaves = {name: given[name].detach().double().requires_grad_() for name in NAMES if name in given}
+    results = oracle_features.attention(scale=call.scale, causal=call.causal, **(given | leaves))
+    pairs = [(x, g.double()) for x, g in zip(results, (dout, dlse), strict=True) if x.requires_grad and g is not None]
     if pairs:
-        outputs, gradients = zip(*((x, g.double()) for x, g in pairs), strict=True)
-        found = torch.autograd.grad(outputs, list(leaves.values()), gradients, allow_unused=True)
-    return {
-        name: torch.zeros_like(x) if gradient is None else gradient
-        for (name, x), gradient in zip(leaves.items(), found, strict=True)
-    }
+        torch.autograd.backward(*zip(*pairs, strict=True))
+    return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
 
 
 class Terms(NamedTuple):
@@ -114,22 +105,18 @@ def compare(
     summed = {name: torch.zeros_like(exact[name]) for name in NAMES[3:] if name in found}
     added = _Added(*(torch.zeros_like(exact["bias"]) for _ in range(2))) if "bias" in found else None
     for name, x in found.items():
-        like = exact[name]
-        if x.shape != like.shape or x.device != like.device:
-            return oracle._failed(f"d{name} is {oracle._describe(x)}, expected {list(like.shape)}")
+        if mistake := oracle._mistaken(f"d{name}", x, exact[name].shape, exact[name], x.dtype):
+            return mistake
     # What is nobody's is 0, as is what is of queries without keys, and the other way around.
     nobodys = {name: torch.ones_like(exact[name], dtype=torch.bool) for name in "qkv"}
     for s, mine in zip(sequences(call), sequences(call, **nobodys), strict=True):
         if "sinks" in summed and dlse is not None:  # what no key gets of the LSE, a sum in fp32
-            own_dlse = dlse[s.lse_place][:, : len(s.q)]
-            summed["sinks"] += 16 * FP32_EPS * own_dlse.double().abs().sum(-1)
-            if len(s.k) == 0 and s.features.sinks is not None:
-                size = s.features.sinks.double().abs().nan_to_num(0.0, 0.0, 0.0)
-                summed["sinks"] += 4 * FP32_EPS * size * own_dlse.double().abs().sum(-1)
+            size = s.features.sinks.double().abs().nan_to_num(0.0, 0.0, 0.0) if len(s.k) == 0 else 0.0
+            summed["sinks"] += (16 + 4 * size) * FP32_EPS * dlse[s.lse_place][:, : len(s.q)].double().abs().sum(-1)
         if len(s.q) == 0 or len(s.k) == 0:
             continue
-        for name in "qkv":
-            getattr(mine, name).zero_()
+        for x in (mine.q, mine.k, mine.v):
+            x.zero_()
         errors = _errors(call, s, found, exact, dout, dlse, summed, added, product_error)
         worst = max((worst, *errors), key=lambda e: e.out_ratio if e.out_ratio == e.out_ratio else math.inf)
     if added is not None:
@@ -173,7 +160,7 @@ def _errors(
 
     unfused = products(low.ds, low.p * low.kept, lambda x: x.float(), s.scale)
     # Roundings of P and dS, independent of each other; that of the output, alike for all keys of a query.
-    eps = torch.finfo(dtype).eps
+    eps, most = torch.finfo(dtype).eps, torch.finfo(dtype).max
     least = max(torch.finfo(dtype).smallest_normal * eps / 2, FLUSHED)
     weights = t.p * t.kept
     of_p = (t.p != 0.0) * (t.dp * t.kept - t.term) ** 2
@@ -202,20 +189,17 @@ def _errors(
     norms = own_dout.double().norm(dim=-1, keepdim=True) * s.per_query_head(s.v).double().norm(dim=-1)[:, None]
     product = product_error * FP32_EPS
     sums = (own_dout.shape[-1] / 4 + 8) * FP32_EPS + product
-    wrong = t.p * (
-        score * ((t.dp * t.kept).abs() + t.term.abs()) + sums * (norms * t.kept + (t.p * norms).sum(-1, keepdim=True))
-    )
-    if s.features.softcap:
-        wrong = wrong + t.p * 16 * FP32_EPS * ((t.dp * t.kept).abs() + t.term.abs())
-    allowed = products(
-        wrong + product * t.ds.abs(), weights * (score + product), lambda x: x.double().abs(), abs(s.scale)
-    )
+    size = (t.dp * t.kept).abs() + t.term.abs()
+    capped = 16 * FP32_EPS if s.features.softcap else 0.0
+    wrong = t.p * ((score + capped) * size + sums * (norms * t.kept + (t.p * norms).sum(-1, keepdim=True)))
+    wrong_ds, wrong_p = wrong + product * t.ds.abs(), weights * (score + product)
+    allowed = products(wrong_ds, wrong_p, lambda x: x.double().abs(), abs(s.scale))
     off = DEVIATIONS * term_variance.sqrt()
     if "bias" in summed_up:
-        share = eps / 2 * t.p * of_p.sqrt() + least * of_p.sqrt() + t.p * off + wrong
+        share = (eps / 2 * t.p + least) * of_p.sqrt() + t.p * off + wrong
         # Of an element the score's own error, not the average.
         dot = q.double().norm(dim=-1, keepdim=True) * k.double().norm(dim=-1)[:, None]
-        share = share + product * abs(s.scale) * dot * t.p * ((t.dp * t.kept).abs() + t.term.abs())
+        share = share + product * abs(s.scale) * dot * t.p * size
         _add_broadcast(summed_up["bias"], s.number, share)
         assert added is not None
         added.add(s.number, t.ds)
@@ -226,15 +210,13 @@ def _errors(
         summed_up["sinks"] += ((sinks - lse[..., None]).exp() * error).sum((1, 2))
 
     # dS is infinite, or almost.
-    most = torch.finfo(dtype).max
     infinite = t.ds.abs() * (1.0 + 4 * eps) + t.p * off + wrong > most
     beyond = {"q": infinite.any(2), "k": infinite.any(1).unflatten(0, (-1, group)).any(1)}
     beyond["v"] = torch.zeros_like(beyond["k"])
     errors = []
-    for name, place in (("q", s.q), ("k", s.k), ("v", s.v)):
+    for name in "qkv":
         mine = own(call, s, name, found[name]).transpose(0, 1).double()
         ref = own(call, s, name, exact[name]).transpose(0, 1)
-        assert mine.shape == ref.shape == place.transpose(0, 1).shape
         rounded = unfused[name].to(dtype).double().clamp(-most, most)
         tolerance = 2.0 * _largest((rounded - ref.clamp(-most, most)).masked_fill(beyond[name][..., None], 0.0))
         tolerance += oracle.ULPS * oracle.ulp(_largest(ref), dtype)
@@ -259,12 +241,9 @@ class _Added(NamedTuple):
         _add_broadcast(self.count, b, (ds != 0.0).double())
         sizes = self.count[(None,) * (4 - self.count.dim())].shape
         along = [dim for dim in (1, 2) if sizes[1 + dim] == 1]
-        if not along:
-            partial = ds.abs()
-        elif len(along) == 1:
-            partial = ds.cumsum(along[0]).abs().amax(along[0], keepdim=True)
-        else:
-            partial = ds.flatten(1).cumsum(1).abs().amax(1)[:, None, None]
+        if len(along) == 2:
+            ds, along = ds.flatten(1)[:, None], [2]
+        partial = ds.cumsum(along[0]).abs().amax(along[0], keepdim=True) if along else ds.abs()
         _add_broadcast(self.largest, b, partial)
 
     @property

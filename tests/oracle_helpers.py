@@ -42,10 +42,9 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def assert_merged(output: Tensor, lse: Tensor | None, parts: list[tuple[Tensor, Tensor]]) -> None:
     """An output and its LSE are those of ``parts``, up to one rounding of the output."""
     expected, expected_lse = merge(parts)
-    largest = torch.stack(
-        [o.double().abs().masked_fill((x == -math.inf).transpose(-1, -2)[..., None], 0.0) for o, x in parts]
-    ).amax(0)
-    assert_close(output, expected, largest)
+    absent = [(x == -math.inf).transpose(-1, -2)[..., None] for _, x in parts]
+    sizes = [o.double().abs().masked_fill(x, 0.0) for (o, _), x in zip(parts, absent, strict=True)]
+    assert_close(output, expected, torch.stack(sizes).amax(0))
     if lse is not None:
         finite = expected_lse.isfinite()
         assert torch.equal(lse.double()[~finite], expected_lse[~finite])
@@ -65,21 +64,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 def assert_rotated(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> None:
     """``out`` is x rotated with one rounding; what is not rotated has x's bits."""
-    expected = rotate(x, cos, sin, positions, interleaved)
-    dim = 2 * cos.shape[1]
-    largest = x.double().abs().amax(-1, keepdim=True).expand(x.shape)
-    assert_close(out, expected, largest)
+    largest, dim = x.double().abs().amax(-1, keepdim=True).expand(x.shape), 2 * cos.shape[1]
+    assert_close(out, rotate(x, cos, sin, positions, interleaved), largest)
     assert torch.equal(bits(out[..., dim:]), bits(x[..., dim:]))
 
 
 def places(
-    cache_seqlens: Tensor,
-    seqlen_new: int | list[int],
-    rows: int,
-    entries: int,
-    cache_batch_idx: Tensor | None = None,
-    page_table: Tensor | None = None,
-) -> dict[tuple[int, int], tuple[int, int]]:
+    cache_seqlens: Tensor, seqlen_new: int | list[int], rows: int, entries: int,
+    cache_batch_idx: Tensor | None = None, page_table: Tensor | None = None,
+) -> dict[tuple[int, int], tuple[int, int]]:  # fmt: skip
     """(batch, new row) -> (entry or page of the cache, row in it), for those that have a place there.
 
     seqlen_new: of all sequences, or of each. rows: of an entry or of a page. entries: how many there are.

@@ -24,7 +24,7 @@ SMALL_MEMORY = ("plain", "strided", "expanded", "overlapping")
 
 
 class Lengths(NamedTuple):
-    """Of each sequence: rows of q, of them used, rows of k, of them used, and rows before the first key."""
+    """Of each sequence: rows, of them used, and rows before the first key."""
 
     rows_q: list[int]
     used_q: list[int]
@@ -50,63 +50,49 @@ class Problem:
     layout: str = "bshd"
     out_layout: str = "bshd"
     return_lse: bool = True
-    #: (left, right), -1 without limit.
-    window: tuple[int, int] | None = None
-    #: Which of the dimensions "bhqk" it has a size in, and how it lies in memory (MEMORY).
-    mask: tuple[str, str] | None = None
-    #: The same, and "same" or "float32".
-    bias: tuple[str, str, str] | None = None
-    #: "normal", "minus-inf" (in part) or "huge".
-    bias_fill: str = "normal"
+    window: tuple[int, int] | None = None  # (left, right), -1 without limit
+    mask: tuple[str, str] | None = None  # in which of the dimensions "bhqk" it has a size, and MEMORY
+    bias: tuple[str, str, str] | None = None  # the same, with "same" or "float32" between
+    bias_fill: str = "normal"  # "minus-inf" (in part), "huge"
     prefix: bool = False
-    #: Queries and keys of a block, for which of "bh" there are lists, and whether they go on beyond the keys.
-    blocks: tuple[int, int] | None = None
-    block_dims: str = "bh"
-    blocks_beyond: bool = False
+    blocks: tuple[int, int] | None = None  # queries and keys of a block
+    block_dims: str = "bh"  # for which of them there are lists of blocks
+    blocks_beyond: bool = False  # whether lists go on beyond the keys
     softcap: float = 0.0
-    #: "h" or "bh"; "" without.
-    alibi: str = ""
-    #: "normal", "high" or "low"; "" without.
-    sinks: str = ""
+    alibi: str = ""  # "h" or "bh"
+    sinks: str = ""  # "normal", "high" or "low"
     dropout: float = 0.0
-    #: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k.
-    packed_q: bool = False
+    packed_q: bool = False  # cu_seqlens_q
     packed_k: bool = False
-    used_q: bool = False
+    used_q: bool = False  # seqused_q
     used_k: bool = False
     leftpad: bool = False
     page_size: int = 0
-    #: cache_batch_idx
-    indexed: bool = False
-    #: max_seqlen_k where seqused_k is what the longest sequence of a cache goes by.
-    bounded: bool = False
+    indexed: bool = False  # cache_batch_idx
+    bounded: bool = False  # max_seqlen_k where seqused_k is what the longest sequence of a cache goes by
     num_splits: int | None = None
-    #: How what is small lies (SMALL_MEMORY), so far as it need not be contiguous.
-    memory: str = "plain"
-    #: In a launch around the package: the heads of a group share tiles.
-    pack: bool = False
+    memory: str = "plain"  # of what is small (SMALL_MEMORY), so far as it need not be contiguous
+    pack: bool = False  # in a launch around the package: the heads of a group share tiles
     seed: int = 0
 
     def __str__(self) -> str:
         """What differs from the defaults, as the call that makes it."""
-        values = {name: getattr(self, name) for name in DEFAULTS}
-        said = (f"{name}={x!r}" for name, x in values.items() if x != DEFAULTS[name])
+        said = (f"{name}={x!r}" for name, x in vars(self).items() if x != DEFAULTS[name])
         return f"Problem({', '.join(said)})"
 
     @property
     def features(self) -> list[str]:
         """What the problem has, by name, for reports."""
-        found = [name for name in REPORTED if getattr(self, name)]
-        found += [self.causal] if self.causal != "none" else []
-        found += ["scale"] if self.scale is not None else []
-        found += ["splits"] if (self.num_splits or 1) > 1 else []
-        found += ["other head_dim_v"] if self.head_dim_v != self.head_dim else []
-        found += ["odd head dim"] if self.head_dim % 8 or self.head_dim_v % 8 else []
-        found += ["grouped heads"] if self.num_heads != self.num_heads_kv else []
+        others = {
+            self.causal: self.causal != "none", "scale": self.scale is not None,
+            "splits": (self.num_splits or 1) > 1, "other head_dim_v": self.head_dim_v != self.head_dim,
+            "odd head dim": self.head_dim % 8 or self.head_dim_v % 8,
+            "grouped heads": self.num_heads != self.num_heads_kv,
+        }  # fmt: skip
+        found = [name for name in REPORTED if getattr(self, name)] + [name for name in others if others[name]]
         found += [f"fill {self.fill}", f"layout {self.layout}", f"memory {self.memory}"]
         found += [f"mask {self.mask[1]}"] if self.mask else []
-        found += [f"bias {self.bias[2]}"] if self.bias else []
-        return found
+        return found + ([f"bias {self.bias[2]}"] if self.bias else [])
 
     @property
     def group(self) -> int:
@@ -126,7 +112,7 @@ class Problem:
 
     @property
     def pages(self) -> int:
-        """Pages of a sequence at most."""
+        """Of a sequence at most."""
         return -(-self.seqlen_k // self.page_size) if self.page_size else 0
 
     @property
@@ -179,12 +165,8 @@ REPORTED = (
 )
 
 
-# ---- problems ----------------------------------------------------------------------------------------------
-
 HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 112, 128, 160, 192, 200, 256, 1, 5, 33, 100, 250)
-FILLS_WITHOUT_A_SCALE = (
-    "normal", "constant", "ramp", "steep-ramp", "outliers", "huge-values", "small", "tiny",
-)  # fmt: skip
+FILLS_WITHOUT_A_SCALE = ("normal", "constant", "ramp", "steep-ramp", "outliers", "huge-values", "small", "tiny")
 
 
 def fitted(problem: Problem, head_dim: int, head_dim_v: int, block_m: int, block_n: int) -> Problem:
@@ -205,50 +187,40 @@ def sometimes(values: st.SearchStrategy[Any], nothing: Any = None) -> st.SearchS
 def problems(draw: st.DrawFn, longest: int = 700) -> Problem:
     """Any mixture of features, of moderate size. Shrinks towards a plain problem."""
     length = st.one_of(st.integers(0, 40), st.integers(0, 300), st.integers(0, longest))
+    flag = sometimes(st.just(True), False)
     decode = draw(st.booleans())
     seqlen_q, seqlen_k = draw(st.integers(1, 16) if decode else length), draw(length)
     group, heads_kv = draw(st.integers(1, 8 if decode else 4)), draw(st.integers(1, 3))
     head_dim = draw(st.sampled_from(HEAD_DIMS))
     page_size = draw(sometimes(st.sampled_from((16, 48, 64, 256)), 0))
-    packed_k = not page_size and draw(sometimes(st.just(True), False))
+    packed_k = not page_size and draw(flag)
     fill = draw(st.sampled_from(FILLS_WITHOUT_A_SCALE))
     dims = st.sets(st.sampled_from("bhqk")).map(lambda names: "".join(x for x in "bhqk" if x in names))
     memory = st.sampled_from(MEMORY)
     side = st.one_of(st.just(-1), st.integers(0, 30), st.integers(0, longest))
     problem = Problem(
         seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=draw(st.integers(1, 4)), num_heads=group * heads_kv,
-        num_heads_kv=heads_kv, head_dim=head_dim,
-        head_dim_v=draw(sometimes(st.sampled_from(HEAD_DIMS), head_dim)),
+        num_heads_kv=heads_kv, head_dim=head_dim, head_dim_v=draw(sometimes(st.sampled_from(HEAD_DIMS), head_dim)),
         causal=draw(st.sampled_from(CAUSAL)),
-        scale=draw(sometimes(st.one_of(st.just(0.0), st.floats(-1.0, 1.0, width=32)))),
-        fill=fill,
-        out_layout=draw(st.sampled_from(("bshd", "bhsd", "padded", "unaligned"))),
-        return_lse=draw(st.booleans()),
+        scale=draw(sometimes(st.one_of(st.just(0.0), st.floats(-1.0, 1.0, width=32)))), fill=fill,
+        out_layout=draw(st.sampled_from(("bshd", "bhsd", "padded", "unaligned"))), return_lse=draw(st.booleans()),
         window=draw(sometimes(st.tuples(side, side))),
         mask=draw(sometimes(st.tuples(dims, memory))),
         bias=draw(sometimes(st.tuples(dims, st.sampled_from(("same", "float32")), memory))),
-        bias_fill=draw(st.sampled_from(("normal", "minus-inf"))),
-        prefix=draw(sometimes(st.just(True), False)),
+        bias_fill=draw(st.sampled_from(("normal", "minus-inf"))), prefix=draw(flag),
         blocks=draw(sometimes(st.sampled_from(((64, 64), (128, 64), (64, 128), (192, 128))))),
-        block_dims=draw(st.sampled_from(("", "b", "h", "bh"))),
-        blocks_beyond=draw(st.booleans()),
+        block_dims=draw(st.sampled_from(("", "b", "h", "bh"))), blocks_beyond=draw(st.booleans()),
         softcap=draw(sometimes(st.sampled_from((0.5, 5.0, 30.0)), 0.0)),
         alibi=draw(sometimes(st.sampled_from(("h", "bh")), "")),
         sinks=draw(sometimes(st.sampled_from(("normal", "high", "low")), "")),
         dropout=draw(sometimes(st.sampled_from((0.1, 0.5, 0.9, 0.9999, 1e-6)), 0.0)),
-        packed_q=draw(sometimes(st.just(True), False)),
-        packed_k=packed_k,
-        used_q=draw(sometimes(st.just(True), False)),
-        used_k=draw(sometimes(st.just(True), False)) or (page_size > 0 and draw(st.booleans())),
-        leftpad=draw(sometimes(st.just(True), False)),
-        page_size=page_size,
-        indexed=not page_size and not packed_k and draw(sometimes(st.just(True), False)),
-        num_splits=draw(st.one_of(st.none(), st.integers(1, 7))),
+        packed_q=draw(flag), packed_k=packed_k, used_q=draw(flag),
+        used_k=draw(flag) or (page_size > 0 and draw(st.booleans())), leftpad=draw(flag), page_size=page_size,
+        indexed=not page_size and not packed_k and draw(flag), num_splits=draw(st.one_of(st.none(), st.integers(1, 7))),
         memory=draw(sometimes(st.sampled_from(SMALL_MEMORY[1:]), "plain")),
         pack=draw(st.booleans()), seed=draw(st.integers(0, 2**16)), bounded=draw(st.booleans()),
     )  # fmt: skip
-    layouts = OF_EACH if has_lengths(problem) else LAYOUTS
-    return replace(problem, layout=draw(st.sampled_from(layouts)))
+    return replace(problem, layout=draw(st.sampled_from(OF_EACH if has_lengths(problem) else LAYOUTS)))
 
 
 def has_lengths(p: Problem) -> bool:

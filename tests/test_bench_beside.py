@@ -30,14 +30,11 @@ def told(module: Any, capsys: pytest.CaptureFixture[str], kept: Path, *argv: str
 
 def test_a_training_step_is_told_by_contender(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("transformers", reason="requirements/demo.txt is not installed")
-    kept = tmp_path / "found.json"
-    text = told(finetune, capsys, kept, "--shapes", "1x16", "--rounds", "1")
+    text = told(finetune, capsys, tmp_path / "found.json", "--shapes", "1x16", "--rounds", "1")
     for name, model in finetune.MODELS.items():
         assert f"| {name} | 1 x 16 |" in text
         assert len(finetune.contenders(model)) == (4 if model.applies else 3)
-    # What computes something else is noticed.
-    wrong = mock.patch("cutlass_fmha.integrations.transformers.attention", lambda q, *_, **__: 2 * q)
-    with wrong:
+    with mock.patch("cutlass_fmha.integrations.transformers.attention", lambda q, *_, **__: 2 * q):
         assert finetune.main(["--shapes", "1x16", "--rounds", "1", "--models", "Llama 3.2 3B"]) == 1
     assert "gradients of Llama 3.2 3B are further off" in capsys.readouterr().err
 
@@ -76,10 +73,10 @@ def test_bytes_that_must_move_are_those_of_tensors(name: str):
     """Forward: what is read and what is written, weights and tables aside."""
     op = beside.OPS[name]
     tensors = op.make(1 << 16, torch.device("cpu"), torch.float32)
-    results = op.ours(*tensors)
-    results = results if isinstance(results, tuple) else (results,)
     read = [x for x in tensors if x.dim() == 4 or (x.dim() == 2 and name not in ("rotary_qk", "qk_norm_rope"))]
-    assert op.moved(tensors[0].nbytes)[0] == sum(x.nbytes for x in (*read, *results))
+    results = op.ours(*tensors)
+    written = results if isinstance(results, tuple) else (results,)
+    assert op.moved(tensors[0].nbytes)[0] == sum(x.nbytes for x in (*read, *written))
 
 
 def test_a_peers_module_that_is_broken_is_told():

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from test_bench import FakeTimer, fake_gpu, small_features, synthetic  # noqa: F401
+from test_bench import DECODE, PACKED, FakeTimer, fake_gpu, small_features, synthetic  # noqa: F401
 
 import cutlass_fmha
 import cutlass_fmha.flash_attn
@@ -21,20 +21,15 @@ from cutlass_fmha.bench.cases import Case
 from cutlass_fmha.bench.features import Feature
 
 CASE = Case("dense", 2, 4, 2, 64, 64, 32, "float16", causal=True)
-PACKED = replace(CASE, batch=3, seqlen_q=40, seqlen_k=40, lengths=(7, 33, 40))
-DECODE = Case("decode", 2, 4, 2, 1, 128, 32, "float16")
 EXACT = cutlass_fmha.attention
 
 
 # What follows has those of their parameters that are asked for: any other word is an error.
 
 
-def fa3(
-    q, k, v, *, causal=False, window_size=(-1, -1), softcap=0.0, num_splits=1, return_attn_probs=False
-):  # fmt: skip
+def fa3(q, k, v, *, causal=False, window_size=(-1, -1), softcap=0.0, num_splits=1, return_attn_probs=False):
     assert num_splits == int(q.shape[1] > 1), "of one query, as many as the release thinks best"
-    window = None if window_size == (-1, -1) else window_size
-    return EXACT(q, k, v, causal=causal, window=window, softcap=softcap, return_lse=return_attn_probs)
+    return EXACT(q, k, v, causal=causal, window=window_size, softcap=softcap, return_lse=return_attn_probs)
 
 
 def fa4_varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False):
@@ -104,8 +99,7 @@ class Graph:
     validate = build_operation_graph = lambda self: None
 
     def create_execution_plans(self, modes) -> None:
-        of = {"A": 7, "OPENSOURCE": 20_505}
-        self.plans = [SimpleNamespace(engine_id=of[mode]) for mode in ("OPENSOURCE", *modes)]
+        self.plans = [SimpleNamespace(engine_id={"A": 7, "OPENSOURCE": 20_505}[x]) for x in ("OPENSOURCE", *modes)]
 
     def build_plan_at_index(self, index) -> None:
         self.built = self.plans[index].engine_id
@@ -123,8 +117,6 @@ class Graph:
 
 
 BUILT: list[int] = []
-KINDS = SimpleNamespace(HALF="half", BFLOAT16="bf16", FLOAT="float")
-MODES = SimpleNamespace(A="A", B="B", OPENSOURCE="OPENSOURCE")
 #: Module -> what of it is called.
 STAND_INS: dict[str, dict[str, Any]] = {
     "flash_attn": {
@@ -137,8 +129,9 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "flash_attn_varlen_func": fa4_varlen,
     },
     "cudnn": {
-        "data_type": KINDS, "heur_mode": MODES, "pygraph": Graph, "create_handle": lambda: "handle",
-        "set_stream": lambda handle, stream: None,
+        "data_type": SimpleNamespace(HALF="half", BFLOAT16="bf16", FLOAT="float"),
+        "heur_mode": SimpleNamespace(A="A", B="B", OPENSOURCE="OPENSOURCE"), "pygraph": Graph,
+        "create_handle": lambda: "handle", "set_stream": lambda handle, stream: None,
     },
     "flashinfer": {
         "BatchPrefillWithRaggedKVCacheWrapper": Ragged, "BatchDecodeWithPagedKVCacheWrapper": Paged
@@ -170,12 +163,12 @@ def named(*features: str) -> list[Case]:
     ("name", "cases"),
     [
         ("flex", named("window", "prefix", "softcap", "alibi")),
-        ("flash_attn", [PACKED, DECODE, *named("window", "softcap", "alibi")]),
-        ("fa3", [PACKED, DECODE, *named("window", "softcap")]),
-        ("fa4", [PACKED, *named("window", "softcap")]),
+        ("flash_attn", [replace(PACKED, causal=True), DECODE, *named("window", "softcap", "alibi")]),
+        ("fa3", [replace(PACKED, causal=True), DECODE, *named("window", "softcap")]),
+        ("fa4", [replace(PACKED, causal=True), *named("window", "softcap")]),
         ("cudnn_fe", [DECODE]),
         ("cudnn_dsl", []),
-        ("flashinfer", [PACKED, DECODE, *named("window", "softcap")]),
+        ("flashinfer", [replace(PACKED, causal=True), DECODE, *named("window", "softcap")]),
     ],
 )
 def test_a_package_is_asked_for_the_same_problem(name: str, cases: list[Case]) -> None:

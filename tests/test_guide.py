@@ -15,26 +15,27 @@ from cutlass_fmha.features import FeatureArguments
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 GUIDE = DOCS / "attention.md"
 TEXT = GUIDE.read_text(encoding="utf-8")
-SETUP, *EXAMPLES = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SETUP, *EXAMPLES = CODE.findall(TEXT)
 
 
 def line_of(example: str) -> int:
     return TEXT[: TEXT.index(example)].count("\n")
 
 
-def needs_rows(*examples: str) -> None:
-    """What would run on a GPU is asked of the build's rows, of which one without CUDA has none."""
+def run(page: Path, *examples: str) -> None:
+    """One after the other. What would run on a GPU is asked of the build's rows: one without CUDA has none."""
     if not _C.rows() and any(re.search(r'\bdevice="(?!cpu|cuda|meta)', example) for example in examples):
         pytest.skip("this build has no rows")
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    for example in examples:
+        exec(compile(example, str(page), "exec"), names)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: f"line {line_of(example)}")
 def test_the_examples_run(example: str):
-    needs_rows(example)
-    torch.manual_seed(0)
-    names: dict[str, Any] = {}
-    exec(compile(SETUP, str(GUIDE), "exec"), names)
-    exec(compile("\n" * line_of(example) + example, str(GUIDE), "exec"), names)
+    run(GUIDE, SETUP, "\n" * line_of(example) + example)
 
 
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if page != GUIDE and "\n```python\n" in page.read_text()]
@@ -45,13 +46,8 @@ def test_the_examples_of_other_pages_run_one_after_the_other(page: Path):
     assert len(PAGES) >= 11
     if page.stem in ("transformers", "diffusers", "jax"):
         pytest.importorskip(page.stem, reason="it is not installed")
-    names: dict[str, Any] = {}
-    torch.manual_seed(0)
-    examples = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    needs_rows(*examples)
     try:
-        for example in examples:
-            exec(compile(example, str(page), "exec"), names)
+        run(page, *CODE.findall(page.read_text()))
     finally:
         flash_attn.uninstall()
 

@@ -1,7 +1,6 @@
 """The oracle against hand-computed cases, against torch in fp64, and against planted defects.
 
-The tolerance is only worth something if a correct online softmax stays below it and a wrong one does not, so
-both are shown here with a model of the kernels' arithmetic.
+A correct online softmax stays below the tolerance and a wrong one does not: a model of the kernels' arithmetic.
 """
 
 from __future__ import annotations
@@ -23,8 +22,13 @@ from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
 LN2 = math.log(2.0)
+BIAS, SLOPE = torch.tensor([5.0, 7.0]), torch.tensor([0.5])
 randn = functools.partial(random, dtype=torch.float64)
 tensors = functools.partial(qkv, seqlen_q=20, seqlen_k=50, head_dim=16, dtype=torch.float64)
+
+
+def within(out: Tensor, lse: Tensor | None, *inputs: Tensor, **said: Any) -> bool:
+    return compare(out, lse, *inputs, **({"causal": "bottom-right"} | said)).worst <= 1.0
 
 
 def one_row(*scores: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,9 +44,6 @@ def seen(n_q: int, n_k: int, causal: str = "none", **features: Any) -> list[str]
     out, lse = oracle_features.attention(q, k, v, 1.0, causal, **features)
     numbers = (out[0, :, 0, 0] * lse[0, 0].exp()).round().int().tolist()
     return ["".join("x" if number >> j & 1 else "." for j in range(n_k)) for number in numbers]
-
-
-# ---- by hand -----------------------------------------------------------------------------------------------
 
 
 def test_masks_by_hand():
@@ -66,9 +67,6 @@ def test_masks_by_hand():
     assert seen(3, 5, **used) == ["xx...", "xxx..", "....."]
     # Keys are counted from the first one behind the padding, and the last query sees the last key.
     assert seen(2, 5, "bottom-right", leftpad_k=ints(3)) == ["...x.", "...xx"]
-    for causal in oracle.CAUSAL:
-        rows = ["".join(".x"[int(x)] for x in row) for row in oracle.visible(3, 2, causal)]
-        assert rows == seen(3, 2, causal)
 
 
 @pytest.mark.parametrize(
@@ -79,36 +77,24 @@ def test_masks_by_hand():
         ((), 1.0, {}, (), 0),
         ((0.0, 1.0), 1.0, {"seqused_k": ints(1), "leftpad_k": ints(2)}, (), 0),
         ((0.0, 1.0), 1.0, {"softcap": 2.0}, (1, math.exp(2 * math.tanh(0.5))), None),
-        (
-            (0.0, 1.0), 3.0, {"softcap": 2.0, "bias": torch.tensor([5.0, 7.0])},
-            (math.exp(5), math.exp(7 + 2 * math.tanh(1.5))), None,
-        ),
+        ((0.0, 1.0), 3.0, {"softcap": 2.0, "bias": BIAS}, (math.exp(5), math.exp(7 + 2 * math.tanh(1.5))), None),
         # One query at the end of two keys stands at key 1; with "top-left" at key 0.
-        ((0.0, 1.0), 1.0, {"alibi_slopes": torch.tensor([0.5])}, (math.exp(-0.5), math.e), None),
-        (
-            (0.0, 1.0), 1.0, {"alibi_slopes": torch.tensor([0.5]), "causal": "top-left", "window": (-1, 9)},
-            (1, 0), None,
-        ),
+        ((0.0, 1.0), 1.0, {"alibi_slopes": SLOPE}, (math.exp(-0.5), math.e), None),
+        ((0.0, 1.0), 1.0, {"alibi_slopes": SLOPE, "causal": "top-left", "window": (-1, 9)}, (1, 0), None),
         ((0.0, 1.0), 1.0, {"sinks": torch.tensor([0.0])}, (1, math.e), 2 + math.e),
         ((0.0,) * 4, 1.0, {"dropout_p": 0.25, "dropout_seed": 1}, (4 / 3, 0, 4 / 3, 0), 4),
     ],
-)  # fmt: skip
-def test_scores_by_hand(
-    scores: tuple[float, ...], scale: float | None, said: dict[str, Any], weights: tuple[float, ...],
-    total: float | None, monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
+)
+def test_scores_by_hand(scores, scale, said: dict[str, Any], weights, total: float | None, monkeypatch):
     monkeypatch.setattr(oracle_features, "kept", lambda *_: np.array([[[True, False, True, False]]]))
-    q, k, v = one_row(*scores)
-    out, lse = oracle_features.attention(q, k, v, scale, **said)
+    out, lse = oracle_features.attention(*one_row(*scores), scale, **said)
     total = sum(weights) if total is None else total
     assert out.item() == pytest.approx(sum(w * 10**j for j, w in enumerate(weights)) / max(total, 1))
     assert lse.item() == pytest.approx(math.log(total) if total else -math.inf)
 
 
-def test_the_default_scale_and_ties_of_huge_scores():
-    q, k, v = tensors()
-    default = oracle_features.attention(q, k, v)
-    assert all(map(torch.equal, default, oracle_features.attention(q, k, v, 0.25)))
+def test_ties_of_huge_scores_share_the_weight():
+    """In an LSE of 2^101 the logarithm of the sum is lost."""
     assert oracle_features.attention(*one_row(2.0**100, 3 * 2.0**100, 3 * 2.0**100))[0].item() == 55.0
 
 
@@ -120,9 +106,6 @@ def test_ulp_is_the_distance_to_the_next_number(dtype: torch.dtype):
         assert oracle.ulp(x.double(), dtype).item() == (above.double() - x.double()).item(), value
 
 
-# ---- against torch -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [2**22, 7])
 @pytest.mark.parametrize("causal", oracle.CAUSAL)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (17, 113), (113, 17)])
@@ -130,7 +113,7 @@ def test_ulp_is_the_distance_to_the_next_number(dtype: torch.dtype):
 def test_it_agrees_with_torch_in_fp64(
     causal: str, seqlen_q: int, seqlen_k: int, scale: float | None, rows: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(oracle._CHUNK_ELEMENTS, "cpu", rows * 4 * seqlen_k)
+    monkeypatch.setitem(oracle_features.CHUNK, "cpu", rows * 4 * seqlen_k)
     q, k, v = tensors(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     bias = randn(2, 4, seqlen_q, seqlen_k).masked_fill(randn(seqlen_q, seqlen_k, seed=3) > 1.0, -math.inf)
     hidden = bias.masked_fill(~oracle.visible(seqlen_q, seqlen_k, causal), -math.inf)
@@ -138,14 +121,10 @@ def test_it_agrees_with_torch_in_fp64(
     expected = F.scaled_dot_product_attention(*heads_first, hidden, scale=scale, enable_gqa=True)
     expected = expected.transpose(1, 2).nan_to_num(0.0)  # a row without keys
     scores = heads_first[0] @ heads_first[1].repeat_interleave(2, 1).mT * (0.25 if scale is None else scale)
-    found = {"bias": bias}, {"bias": bias.nan_to_num(9.0, 9.0, 9.0), "mask": bias > -math.inf}
-    for said in found:
+    for said in ({"bias": bias}, {"bias": bias.nan_to_num(9.0, 9.0, 9.0), "mask": bias > -math.inf}):
         out, lse = oracle_features.attention(q, k, v, scale, causal, **said)
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(lse, (scores + hidden).logsumexp(-1), rtol=1e-12, atol=1e-12)
-
-
-# ---- the tolerance -----------------------------------------------------------------------------------------
 
 
 def model_of_the_kernels(
@@ -155,6 +134,8 @@ def model_of_the_kernels(
     """Online softmax in fp32 with P rounded to the dtype, whose reference is raised only when a block's p
     exceed ``limit``: the loosest thing a correct kernel does. With ``defect``, one thing is wrong."""
     f = oracle_features.Features(**features)
+    if defect == "pairs heads with the wrong key head":
+        k, v = (x[:, :, [0, 1, 0, 1]] for x in (k, v))
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -math.inf)
     for s in oracle_features.sequences(q, k, v, scale, causal, f):
@@ -200,58 +181,39 @@ PLAIN = {"scale": -0.18, "limit": 64.0}
 
 #: Of a problem that says everything, and of one that says nothing: what a wrong kernel does.
 OF_MIX: dict[str, dict[str, Any]] = {
-    "no softcap": {"softcap": 0.0},
-    "another softcap": {"softcap": 2.9},
+    "no softcap": {"softcap": 0.0}, "another softcap": {"softcap": 2.9},
     "slopes of the next head": {"alibi_slopes": SLOPES.roll(1)},
-    "no sink": {"sinks": None},
-    "sink of the next head": {"sinks": SINKS.roll(1)},
-    "window a key too long": {"window": (61, 5)},
-    "window a key too short": {"window": (60, 4)},
-    "another seed": {"dropout_seed": 10},
-    "no dropout": {"dropout_p": 0.0},
+    "no sink": {"sinks": None}, "sink of the next head": {"sinks": SINKS.roll(1)},
+    "window a key too long": {"window": (61, 5)}, "window a key too short": {"window": (60, 4)},
+    "another seed": {"dropout_seed": 10}, "no dropout": {"dropout_p": 0.0},
     "another probability": {"dropout_p": 0.19},
     "bias of the next key": {"bias": MIX["bias"].roll(1, -1)},  # type: ignore[attr-defined]
-    "a query too many": {"seqused_q": ints(61, 100)},
-    "a key too many": {"seqused_k": ints(130, 71)},
-}
+    "a query too many": {"seqused_q": ints(61, 100)}, "a key too many": {"seqused_k": ints(130, 71)},
+}  # fmt: skip
 OF_PLAIN: dict[str, dict[str, Any]] = {
     "drops the last key": {"seqused_k": ints(699, 700)},
     "sees one key too many": {"window": (-1, 1), "causal": "none"},
     "scale without its sign": {"scale": 0.18},
-    "pairs heads with the wrong key head": {"heads": [0, 1, 0, 1]},
-    **{
-        name: {"defect": name}
-        for name in (
-            "does not rescale", "lse in log2 units", "accumulates in the input dtype",
-            "rounds scores to the input dtype", "leaves a row unwritten",
-        )
-    },
-}  # fmt: skip
-
-
-def problem(name: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
-    if name in OF_MIX:
-        return list(tensors(seqlen_q=100, seqlen_k=130, dtype=dtype)), MIX
-    q, k, v = qkv(2, 100, 700, dtype=dtype)
-    k[:, 300:] *= 2  # later keys score higher, so that the reference has to be raised
-    return [q, k, v], PLAIN
+}
+DEFECTS = (
+    "does not rescale", "lse in log2 units", "accumulates in the input dtype",
+    "rounds scores to the input dtype", "leaves a row unwritten", "pairs heads with the wrong key head",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("name", [*OF_MIX, *OF_PLAIN])
+@pytest.mark.parametrize("name", [*OF_MIX, *OF_PLAIN, *DEFECTS])
 def test_a_defect_is_caught(name: str, dtype: torch.dtype):
-    inputs, said = problem(name, dtype)
+    if name in OF_MIX:
+        inputs, said = tensors(seqlen_q=100, seqlen_k=130, dtype=dtype), MIX
+    else:
+        inputs, said = qkv(2, 100, 700, dtype=dtype), PLAIN
+        inputs[1][:, 300:] *= 2  # later keys score higher, so that the reference has to be raised
     asked = {"causal": "bottom-right", **{key: x for key, x in said.items() if key != "limit"}}
     good = compare(*model_of_the_kernels(*inputs, **said), *inputs, **asked).check()
     assert 0.0 < good.out_ratio < 0.7 and 0.0 < good.lse_ratio < 0.6
-    wrong = dict((OF_MIX | OF_PLAIN)[name])
-    q, k, v = inputs
-    if "heads" in wrong:
-        k, v = (x[:, :, wrong["heads"]] for x in (k, v))
-        del wrong["heads"]
-    out, lse = model_of_the_kernels(q, k, v, **(said | wrong))
-    seen_by = [lse] if name in ("a query too many", "lse in log2 units") else [lse, None]
-    for given in seen_by:
+    out, lse = model_of_the_kernels(*inputs, **(said | (OF_MIX | OF_PLAIN).get(name, {"defect": name})))
+    for given in [lse] if name in ("a query too many", "lse in log2 units") else [lse, None]:
         with pytest.raises(AssertionError, match="times the tolerance"):
             compare(out, given, *inputs, **asked).check()
 
@@ -283,47 +245,41 @@ def test_short_heads_are_judged_fairly(dtype: torch.dtype, dim: int):
 
 
 def test_biases_grant_their_rounding_unless_their_keys_are_hidden():
-    q, k, v = tensors(dtype=torch.float16)
+    inputs = tensors(dtype=torch.float16)
     bias = torch.zeros(50).index_fill(0, torch.arange(25), -1e30)
-    out, lse = model_of_the_kernels(q, k, v, bias=bias)
-    compare(out, lse, q, k, v, causal="bottom-right", bias=bias).check()
-    with pytest.raises(AssertionError, match="times the tolerance"):
-        compare(out * 1.01, lse, q, k, v, causal="bottom-right", bias=bias).check()
+    out, lse = model_of_the_kernels(*inputs, bias=bias)
+    assert within(out, lse, *inputs, bias=bias) and not within(out * 1.01, lse, *inputs, bias=bias)
     bias = torch.tensor([4096.3])
-    out, lse = model_of_the_kernels(q, k, v, bias=bias)
-    compare(out, lse, q, k, v, causal="bottom-right", bias=bias).check()
-    assert not torch.allclose(lse - 4096.3, model_of_the_kernels(q, k, v)[1], rtol=0, atol=1e-5)
+    out, lse = model_of_the_kernels(*inputs, bias=bias)
+    assert within(out, lse, *inputs, bias=bias)
+    assert not torch.allclose(lse - 4096.3, model_of_the_kernels(*inputs)[1], rtol=0, atol=1e-5)
 
 
 def test_products_of_less_precision_are_granted_their_error():
     """Inputs rounded to 12 bits: a factor is off by 2^-12 at most, a product by 2^-11, or 2^13 half ulps."""
     inputs = tensors(dtype=torch.float32)
     coarse = [x * 4097 - (x * 4097 - x) for x in inputs]  # Dekker's splitting
-    out, lse = model_of_the_kernels(*coarse)
-    with pytest.raises(AssertionError, match="times the tolerance"):
-        compare(out, lse, *inputs, causal="bottom-right").check()
-    compare(out, lse, *inputs, causal="bottom-right", product_error=2**13).check()
+    results = model_of_the_kernels(*coarse)
+    assert not within(*results, *inputs) and within(*results, *inputs, product_error=2**13)
 
 
 def test_what_overflows_is_infinite():
     q, k, v = tensors(dtype=torch.float16)
     inputs = (q, k, v.clamp(-2, 2) * 30000)
-    features = {"dropout_p": 0.5, "dropout_seed": 1, "window": (1, None), "causal": "bottom-right"}
+    features = {"dropout_p": 0.5, "dropout_seed": 1, "window": (1, None)}
     out, lse = model_of_the_kernels(*inputs, **features)
-    assert out.isinf().any() and not out.isinf().all()
-    compare(out, lse, *inputs, **features).check()
+    assert out.isinf().any() and not out.isinf().all() and within(out, lse, *inputs, **features)
     for wrong in (-out, out.nan_to_num(0.0, 0.0, 0.0), out.where(out != out.abs().amin(), math.inf)):
-        with pytest.raises(AssertionError, match="times the tolerance"):
-            compare(wrong, lse, *inputs, **features).check()
+        assert not within(wrong, lse, *inputs, **features)
 
 
 def test_every_row_is_judged_and_those_without_keys_are_exact():
     """Also the smallest row, beside which an error is no larger than another's tolerance, and NaN."""
     q, k, v = qkv(2, 60, 50)
     q[1, 30, 1, 3] = math.nan
-    said = {"scale": 0.18, "causal": "bottom-right", "seqused_q": ints(60, 55)}
+    said = {"scale": 0.18, "seqused_q": ints(60, 55)}
     right = model_of_the_kernels(q, k, v, **said)
-    compare(*right, q, k, v, **said).check()
+    assert within(*right, q, k, v, **said)
     small = int(right[0][0, 10:].double().abs().amax(dim=(1, 2)).argmin()) + 10
     for which, index, value in (
         (0, (0, small), right[0][0, small] * 1.1),
@@ -334,11 +290,10 @@ def test_every_row_is_judged_and_those_without_keys_are_exact():
     ):
         wrong = [x.clone() for x in right]
         wrong[which][index] = value
-        with pytest.raises(AssertionError, match="times the tolerance"):
-            compare(*wrong, q, k, v, **said).check()
+        assert not within(*wrong, q, k, v, **said)
 
 
-@pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
+@pytest.mark.parametrize("causal", oracle.CAUSAL)
 def test_sequences_that_are_as_alike_as_heads_are_judged_alike_together(causal: str, monkeypatch: pytest.MonkeyPatch):
     q, k, v = tensors(batch=3, heads=6, heads_kv=3, dtype=torch.float16)
     said: dict[str, Any] = {"causal": causal, "window": (30, None), "softcap": 2.0}
@@ -355,9 +310,9 @@ def test_shapes_and_dtypes_are_checked():
     q, k, v = tensors(dtype=torch.float16)
     out, lse = model_of_the_kernels(q, k, v)
     for given, expected in (
-        ((out[:, :19], lse), r"output is \[2, 19, 4, 16\] float16 on cpu, expected"),
-        ((out.float(), lse), "output is .* float32"),
-        ((out, lse.double()), r"softmax_lse is \[2, 4, 20\] float64 .* expected .* float32"),
+        ((out[:, :19], lse), r"output is .*2, 19, 4, 16.*float16.*, expected"),
+        ((out.float(), lse), "output is .*float32"),
+        ((out, lse.double()), r"softmax_lse is .*2, 4, 20.*float64.* expected .*float32"),
         ((out, lse.mT), "softmax_lse is"),
     ):
         with pytest.raises(AssertionError, match=expected):

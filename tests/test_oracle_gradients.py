@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -23,17 +24,15 @@ MIXED = [
 ]
 
 
-class Row:
+def row(dtype: str) -> Any:
     """What a problem is fitted to, and the CPU backend computes."""
+    said = {"family": "backward", "mma": "m16n8k16", "head_dim": 64, "scored": True, "writes_scores": False}
+    return SimpleNamespace(name=None, dtype=dtype, **said)
 
-    name = None
-    family, mma = "backward", "m16n8k16"
-    head_dim = 64
-    scored = True
-    writes_scores = False
 
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
+def launched(launch: BackwardLaunch) -> BackwardLaunch:
+    launch.run()
+    return launch
 
 
 @pytest.mark.parametrize("problem", MIXED, ids=str)
@@ -41,14 +40,12 @@ def test_formulas_are_what_autograd_makes_of_attention(problem: Problem):
     call = problem.call(torch.float64, "cpu")
     dout, dlse = (torch.randn(*call.q.shape[:-1], 64).double(), torch.randn(*oracle_features._lse_shape(call.q)))
     exact = oracle_gradients.reference(call, dout, dlse.double())
-    for s in oracle_gradients.sequences(call):
-        if len(s.q) == 0 or len(s.k) == 0:
-            continue
-        own_dlse = dlse[s.lse_place][:, : len(s.q)]
-        t = oracle_gradients.terms(s, dout[s.out_place][: len(s.q)].transpose(0, 1), own_dlse, None)
+    for s in (s for s in oracle_gradients.sequences(call) if len(s.q) and len(s.k)):
+        own_dout, own_dlse = dout[s.out_place][: len(s.q)].transpose(0, 1), dlse[s.lse_place][:, : len(s.q)]
+        t = oracle_gradients.terms(s, own_dout, own_dlse, None)
         group = s.q.shape[1] // s.k.shape[1]
         dq = t.ds @ s.per_query_head(s.k) * s.scale
-        dv = (t.p * t.kept).transpose(1, 2) @ dout[s.out_place][: len(s.q)].transpose(0, 1)
+        dv = (t.p * t.kept).transpose(1, 2) @ own_dout
         for name, found in (("q", dq), ("v", dv.unflatten(0, (-1, group)).sum(1))):
             expected = oracle_gradients.own(call, s, name, exact[name])
             torch.testing.assert_close(found.transpose(0, 1), expected, rtol=1e-9, atol=1e-9)
@@ -60,26 +57,23 @@ def test_the_cpu_backend_is_within_the_tolerance(dtype: str):
 
     def check(problem: Problem) -> None:
         if problem.num_heads:
-            launch = BackwardLaunch.of(Row(dtype), problem, "cpu")  # type: ignore[arg-type]
-            launch.run()
-            launch.errors().check()
+            launched(BackwardLaunch.of(row(dtype), problem, "cpu")).errors().check()
 
     hypothesis.settings(max_examples=60)(hypothesis.given(problem=problems(longest=120))(check))()
-    for problem in listed(Row(dtype)) if dtype == "float32" else ():  # type: ignore[arg-type]
+    for problem in listed(row(dtype)) if dtype == "float32" else ():
         check(problem)
 
 
 @pytest.mark.parametrize("name", "qkv")
 def test_a_wrong_gradient_is_not(name: str):
-    launch = BackwardLaunch.of(Row("bfloat16"), MIXED[0], "cpu")  # type: ignore[arg-type]
-    launch.run()
+    launch = launched(BackwardLaunch.of(row("bfloat16"), MIXED[0], "cpu"))
     right = launch.found[name].clone()
-    for row in (30, -1):
-        for wrong in (right[:, row].roll(1, -1), right[:, row] * 1.03, right[:, row] * torch.nan):
+    for at in (30, -1):
+        for wrong in (right[:, at].roll(1, -1), right[:, at] * 1.03, right[:, at] * torch.nan):
             launch.found[name] = right.clone()
-            launch.found[name][:, row] = wrong
+            launch.found[name][:, at] = wrong
             errors = launch.errors()
-            assert errors.complaint or errors.out_ratio > 1, f"{name}, row {row}"
+            assert errors.complaint or errors.out_ratio > 1, f"{name}, row {at}"
     assert fit(MIXED[0], launch.row) == launch.problem
 
 
@@ -93,8 +87,7 @@ def first_ds(launch: BackwardLaunch) -> torch.Tensor:
 def test_only_what_is_beyond_float16_may_not_be_finite():
     """dQ and dK of a dS beyond 65504, whatever the scale makes of it; dV where it is beyond itself."""
     for problem in OVERFLOWING[:2]:
-        launch = BackwardLaunch.overflowing(Row("float16"), problem, "cpu")  # type: ignore[arg-type]
-        launch.run()
+        launch = launched(BackwardLaunch.overflowing(row("float16"), problem, "cpu"))
         right, large = launch.found, first_ds(launch).abs() > 70000.0
         rows = {"q": large.any(2).T, "k": large.any(1).unflatten(0, (2, 2)).any(1).T}
         for name, beyond in rows.items():
@@ -110,8 +103,7 @@ def test_only_what_is_beyond_float16_may_not_be_finite():
 def test_a_bias_may_be_summed_in_fp32_one_addend_after_the_other(dims: str):
     """Of like addends, whose roundings are alike; but none may be left out."""
     problem = Problem(40, 1500, batch=1, bias=(dims, "float32", "plain"), fill="tiny", seed=1)
-    launch = BackwardLaunch.of(Row("float32"), problem, "cpu")  # type: ignore[arg-type]
-    launch.run()
+    launch = launched(BackwardLaunch.of(row("float32"), problem, "cpu"))
     order = {"q": (1, 0, 2), "k": (2, 0, 1), "hk": (0, 2, 1)}[dims]
     addends = first_ds(launch).float().permute(order).flatten(len(dims)).unbind(-1)
     for some, agrees in ((addends, True), (addends[1:], False)):
@@ -127,8 +119,8 @@ def test_what_a_kernel_writes_beside_gradients_and_workspace_is_seen(
     field: str, at: int, intact: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """In place of a kernel, one byte ``at`` bytes from an address; a gradient has 512."""
-    row = next(row for row in _C.backward_rows() if row.dtype == "float16")
-    launch = BackwardLaunch.of(row, Problem(4, 4, batch=1, num_heads=2, head_dim=32, head_dim_v=32), "cpu")
+    first = next(row for row in _C.backward_rows() if row.dtype == "float16")
+    launch = BackwardLaunch.of(first, Problem(4, 4, batch=1, num_heads=2, head_dim=32, head_dim_v=32), "cpu")
 
     def kernel(index: int, params: Any, device: int, stream: int) -> None:
         ctypes.memset(getattr(params, field) + at, 1, 1)

@@ -15,16 +15,8 @@ from operands import GUARD
 from tensors import ints, qkv, randn
 from torch import Tensor
 
-from cutlass_fmha import (
-    attention,
-    cascade_attention,
-    merge_states,
-    qk_norm_rope,
-    rotary,
-    rotary_qk,
-    swiglu_mlp,
-    with_kv_cache,
-)
+import cutlass_fmha
+from cutlass_fmha import attention, cascade_attention, merge_states, qk_norm_rope, rotary, rotary_qk, swiglu_mlp
 from cutlass_fmha import scaled_dot_product_attention as sdpa
 from cutlass_fmha.arguments import results
 
@@ -49,7 +41,7 @@ CALLS: dict[str, Call] = {
     "SDPA": functools.partial(sdpa, *HEADS_FIRST, enable_gqa=True),
     "SDPA, broadcast": functools.partial(sdpa, randn(3, 1, 2, 5, 16), randn(4, 1, 7, 16), randn(4, 1, 7, 8)),
     "SDPA, two dimensions": functools.partial(sdpa, randn(5, 16), randn(7, 16), randn(7, 8)),
-    "a cache": functools.partial(with_kv_cache, Q[:, :1], K.clone(), V.clone(), **NEW, return_lse=True),
+    "a cache": functools.partial(cutlass_fmha.with_kv_cache, Q[:, :1], K.clone(), V.clone(), **NEW, return_lse=True),
     "cascade": functools.partial(cascade_attention, Q, K[0], V[0], K, V, causal=True, return_lse=True),
     "states": functools.partial(merge_states, Q, LSE_A, Q * 2, LSE_B),
     "rotary": functools.partial(rotary, Q, COS, COS, 3),
@@ -69,28 +61,9 @@ def poisoned(like: Tensor, strided: bool) -> Guarded:
     return Guarded.around(buffer.as_strided(like.shape, strides, GUARD))
 
 
-@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
-@pytest.mark.parametrize("name", CALLS)
-def test_what_is_given_is_what_a_call_would_return(name: str, strided: bool):
-    call = CALLS[name]
-    expected = pair(call())
-    for given in (("out", "lse"), ("out",), ("lse",)):
-        to = {
-            word: poisoned(x, strided and (word == "out" or name in ("cascade", "states")))  # whose LSE may lie anyhow
-            for word, x in zip(("out", "lse"), expected, strict=False)
-            if word in given
-        }
-        if not to:
-            continue
-        found = pair(call(**{word: x.view for word, x in to.items()}))
-        for word, x, y in zip(("out", "lse"), found, expected, strict=False):
-            assert torch.equal(x, y) and (word not in to or x is to[word].view)
-        assert all(x.intact() for x in to.values())
-
-
 MLP = (randn(3, 5, 16), randn(48, 16), randn(7, 24))
 CACHES = {f"{x}_cache": torch.zeros(2, 65, 2, n, dtype=Q.dtype) for x, n in (("k", 32), ("v", 24))}
-#: Calls beside attention, the last ones with two results.
+#: Calls beside attention, which take all that they return as ``out``, the last ones a tuple.
 BESIDE: dict[str, Call] = {
     "the MLP": functools.partial(swiglu_mlp, *MLP),
     "q and k rotated": functools.partial(rotary_qk, Q, K[:, :33], COS, COS),
@@ -99,6 +72,20 @@ BESIDE: dict[str, Call] = {
         qk_norm_rope, Q, K[:, :33], V[:, :33], cos=COS, sin=COS, cache_seqlens=ints(3, 9), **CACHES
     ),
 }
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_given_is_what_a_call_would_return(name: str, strided: bool):
+    call = CALLS[name]
+    expected = dict(zip(("out", "lse"), pair(call()), strict=False))
+    any_lse = name in ("cascade", "states")  # which may lie anyhow
+    for given in ({"out", "lse"}, {"out"}, {"lse"} & expected.keys()):
+        to = {x: poisoned(y, strided and (x == "out" or any_lse)) for x, y in expected.items() if x in given}
+        found = pair(call(**{word: x.view for word, x in to.items()}))
+        for (word, x), y in zip(expected.items(), found, strict=True):
+            assert torch.equal(x, y) and (word not in to or y is to[word].view)
+        assert all(x.intact() for x in to.values())
 
 
 @pytest.mark.parametrize("name", BESIDE)
@@ -111,22 +98,17 @@ def test_so_it_is_beside_attention(name: str):
         assert call(out=to) is to
         assert all(torch.equal(x, y) for x, y in zip(pair(to), pair(expected), strict=True))
         assert all(x.intact() for x in rooms)
-    first, alone = call.args[0].clone().requires_grad_(), call.keywords | {"out": to}
-    with pytest.raises(NotImplementedError, match="out and lse are not taken where a gradient is wanted"):
-        call.func(first, *call.args[1:], **alone)
-    with torch.no_grad():
-        assert call.func(first, *call.args[1:], **alone) is to
     same = torch.compile(lambda to: call(out=to), fullgraph=True, backend="aot_eager")
     assert all(torch.equal(x, y) for x, y in zip(pair(same(to)), pair(expected), strict=True))
-    word = "out[0]" if isinstance(to, tuple) else "out"
-    wrong = (to[0][..., :-1].contiguous(), to[1]) if isinstance(to, tuple) else to[..., :-1].contiguous()
-    with pytest.raises(ValueError, match=re.escape(f"{word} must have shape ")):
-        call(out=wrong)
-    if isinstance(to, tuple):
+    first, *others = pair(to)
+    short = first[..., :-1].contiguous()
+    with pytest.raises(ValueError, match=re.escape(f"{'out[0]' if others else 'out'} must have shape ")):
+        call(out=(short, *others) if others else short)
+    if others:
         with pytest.raises(TypeError, match="out must be a tuple of two tensors, got Tensor"):
-            call(out=to[0])
+            call(out=first)
         with pytest.raises(ValueError, match=re.escape("out[0] must not share memory with q, which")):
-            call(out=(call.args[0], to[1]))
+            call(out=(call.args[0], *others))
 
 
 def test_memory_is_shared_or_not():
@@ -141,15 +123,13 @@ def test_memory_is_shared_or_not():
             *strides, begin = torch.randint(0, 25, (3,), generator=draw).tolist()
             views.append(x.as_strided(sizes, (*strides, 1), begin))
         one, other = (set(view.flatten().tolist()) for view in views)
-        shared = not one.isdisjoint(other)
         assert results._overlaps_itself(views[0]) or len(one) == views[0].numel()
+        said = ""
         try:
             results.check_apart(results.placed({"out": views[0]}), results.placed({"q": views[1]}))
-            said = ""
         except ValueError as error:
             said = str(error)
-        assert said or not shared
-        found.add((shared, said))
+        found.add((not one.isdisjoint(other), said))
     sentence = "out must not share memory with q, which is read or written in the same call"
     assert found == {(True, sentence), (False, ""), (False, sentence)}  # the last: may, for all that strides tell
 
@@ -165,18 +145,19 @@ def test_results_may_lie_between_operands():
         attention(q, k, v, out=both.view(2, 33, 4, 128)[..., 16:48])
 
 
-@pytest.mark.parametrize("name", ["features", "states", "rotary", "SDPA", "a cache"])
+@pytest.mark.parametrize("name", ["features", "states", "rotary", "SDPA", "a cache", *BESIDE])
 def test_a_gradient_is_refused(name: str):
-    call = CALLS[name]
-    out = pair(call())[0].clone()
-    first = call.args[0].detach().clone().requires_grad_()
-    call = functools.partial(call.func, first, *call.args[1:], **call.keywords)
+    plain = (CALLS | BESIDE)[name]
+    out = pair(plain())[0].clone() if name in CALLS else plain()
+    first = plain.args[0].detach().clone().requires_grad_()
+    call = functools.partial(plain.func, first, *plain.args[1:], **plain.keywords)
     with pytest.raises(NotImplementedError, match="out and lse are not taken where a gradient is wanted"):
         call(out=out)
     with torch.no_grad():
-        assert call(out=out) is out or isinstance(pair(call(out=out))[0], Tensor)
+        found = call(out=out)
+    assert found is out or pair(found)[0] is out
     with pytest.raises(NotImplementedError, match="out and lse are not taken"):
-        CALLS[name](out=out.requires_grad_())
+        plain(out=(out[0].requires_grad_(), out[1]) if isinstance(out, tuple) else out.requires_grad_())
 
 
 def test_who_saved_a_result_is_told_that_it_changed():

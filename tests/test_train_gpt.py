@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -19,10 +19,8 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_gpt.py"
 @pytest.fixture
 def train_gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The example with a model of one layer."""
-    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    module = importlib.import_module("train_gpt")
     monkeypatch.setitem(module.SIZES, "tiny", module.Size(1, 2, 16, 64, 4, 40, 2e-2))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return module
@@ -41,19 +39,17 @@ def test_all_ways_learn_the_same(train_gpt: ModuleType, tmp_path: Path, capsys: 
         assert len(each["losses"]) == 40 and each["tokens_per_s"] > 0
         assert each["final"] < each["losses"][0] - 1.5  # a byte at random is 5.5 nats
     assert found["between_ways"] < 1e-4 < found["between_seeds"]
-    picture = tmp_path / "result.png"
-    assert picture.stat().st_size > 10_000
+    assert (tmp_path / "result.png").stat().st_size > 10_000
     table = capsys.readouterr().out.partition("\n\n")[2]
-    parts = []  # one that was cut after its second run, and what was run again
-    for name, cut in (("first", slice(0, 5)), ("second", slice(3, 6))):
-        parts.append(str(tmp_path / f"{name}.json"))
-        Path(parts[-1]).write_text(json.dumps({**found, "runs": found["runs"][cut]}))
-    assert train_gpt.main(["--from-json", *parts, "--output", str(tmp_path / "joined")]) == 0
+    parts = [tmp_path / "cut.json", tmp_path / "again.json"]  # one that was cut, and what was run again
+    for path, runs in zip(parts, (found["runs"][:5], found["runs"][3:]), strict=True):
+        path.write_text(json.dumps({**found, "runs": runs}))
+    assert train_gpt.main(["--from-json", *map(str, parts), "--output", str(tmp_path / "joined")]) == 0
     assert capsys.readouterr().out.strip() == table.strip()
     assert (tmp_path / "joined.png").exists() and json.loads((tmp_path / "joined.json").read_text()) == found
-    Path(parts[-1]).write_text(json.dumps({**found, "steps": 41}))
+    parts[1].write_text(json.dumps({**found, "steps": 41}))
     with pytest.raises(SystemExit, match="differ in more than their runs"):
-        train_gpt.main(["--from-json", *parts])
+        train_gpt.main(["--from-json", *map(str, parts)])
 
 
 def test_a_wrong_kernel_is_noticed(train_gpt: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
