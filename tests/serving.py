@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import oracle_features
 import pytest
@@ -37,17 +38,15 @@ def stand_ins(name: str, or_installed: bool = False) -> Iterator[None]:
     if or_installed and importlib.util.find_spec(name) is not None:
         yield
         return
-    where = str(ENGINES)
-    sys.path.insert(0, where)
-    try:
-        yield
-    finally:
-        sys.path.remove(where)
-        for module in [x for x in sys.modules if x.split(".")[0] == name or x.endswith(f"{name}_backend")]:
-            del sys.modules[module]
-            parent, _, child = module.rpartition(".")
-            if parent in sys.modules:  # which would go on offering it
-                vars(sys.modules[parent]).pop(child, None)
+    with mock.patch.object(sys, "path", [str(ENGINES), *sys.path]):
+        try:
+            yield
+        finally:
+            for module in [x for x in sys.modules if x.split(".")[0] == name or x.endswith(f"{name}_backend")]:
+                del sys.modules[module]
+                parent, _, child = module.rpartition(".")
+                if parent in sys.modules:  # which would go on offering it
+                    vars(sys.modules[parent]).pop(child, None)
 
 
 class Requests:
@@ -138,22 +137,10 @@ def is_close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found.double().cpu(), expected, **limits)
 
 
-def same_parameters(ours: type, *theirs: type) -> set[str]:
-    """Methods of ours that one of theirs has: parameters are its, in its order."""
-    compared = set()
+def check_parameters(ours: type, *theirs: type) -> None:
+    """What an engine calls is a method of one of theirs, and ours has its parameters, in its order."""
     for name, own in inspect.getmembers(ours, inspect.isroutine):
-        other = next((getattr(each, name) for each in theirs if name in vars(each)), None)
-        if name in vars(ours) and other is not None:
-            assert list(inspect.signature(own).parameters) == list(inspect.signature(other).parameters), name
-            compared.add(f"{ours.__name__}.{name}")
-    return compared
-
-
-def public(*ours: type) -> set[str]:
-    """Methods that an engine calls."""
-    return {
-        f"{each.__name__}.{name}"
-        for each in ours
-        for name, _ in inspect.getmembers(each, inspect.isroutine)
-        if name in vars(each) and not name.startswith("_")
-    }
+        others = [getattr(each, name) for each in theirs if name in vars(each)]
+        if name in vars(ours) and (others or not name.startswith("_")):
+            assert others, f"no engine calls {name}"
+            assert list(inspect.signature(own).parameters) == list(inspect.signature(others[0]).parameters), name

@@ -79,22 +79,21 @@ def test_arrays_in_arrays_out(library: str, device: str, dtype: torch.dtype):
 
 def test_arrays_keep_their_dtypes_under_autocast():
     given = [x.numpy() for x in qkv(dtype=torch.float32)]
-    want = attention(*given)
     with torch.autocast("cpu", torch.bfloat16):
-        assert numpy.array_equal(attention(*given), want)
+        found = attention(*given)
+    assert numpy.array_equal(found, attention(*given))
 
 
-def test_memory_is_shared_both_ways(monkeypatch: pytest.MonkeyPatch):
+def test_memory_is_shared_both_ways():
     seen: list[Tensor] = []
-    q, k, v = (x.numpy() for x in qkv())
+    given = [x.numpy() for x in qkv()]
 
-    def call(*given: Tensor, **said: Any) -> Tensor:
-        seen.extend((*given, torch.zeros(3)))
+    def call(*tensors: Tensor, **said: Any) -> Tensor:
+        seen.extend((*tensors, torch.zeros(3)))
         return seen[-1]
 
-    out = arrays.through(call, q, k, v, {}, arrays.Options())
-    addresses = [x.__array_interface__["data"][0] for x in (q, k, v, out)]
-    assert [x.data_ptr() for x in seen] == addresses
+    out = arrays.through(call, *given, {}, arrays.Options())
+    assert [x.data_ptr() for x in seen] == [x.__array_interface__["data"][0] for x in (*given, out)]
 
 
 @pytest.mark.parametrize(("current", "asked"), [(0, 1), (2, 2), (77, 77)])
@@ -121,37 +120,6 @@ def test_the_stream_that_the_kernel_runs_on_is_handed_over(monkeypatch: pytest.M
     host = [Recorder(x, (1, 0)) for x in qkv()]
     attention(*host)
     assert [x.asked for x in host] == [[None]] * 3
-
-
-@pytest.mark.parametrize(("its", "ours", "waits"), [(0, 0, False), (77, 77, False), (77, 0, True), (0, 2, True)])
-def test_a_library_on_the_kernels_stream_is_handed_the_memory_alone(
-    monkeypatch: pytest.MonkeyPatch, its: int, ours: int, waits: bool
-):
-    """As CuPy: its from_dlpack takes a capsule, too, and then asks for no stream."""
-    taken: list[Any] = []
-
-    class Array(Recorder):
-        __module__ = "cupy._core"
-
-        def __array_namespace__(self) -> Any:
-            return library
-
-    def from_dlpack(given: Any) -> Array:
-        taken.append(given)
-        is_capsule = not hasattr(given, "__dlpack__")
-        return Array(torch.utils.dlpack.from_dlpack(given if is_capsule else given.__dlpack__(stream=ours or 1)))
-
-    current = SimpleNamespace(get_current_stream=lambda device: SimpleNamespace(ptr=its))
-    library = SimpleNamespace(from_dlpack=from_dlpack, cuda=current)
-    monkeypatch.setitem(sys.modules, "cupy", library)
-    monkeypatch.setattr(arrays, "_begun", {1})
-    monkeypatch.setattr(private_torch, "raw_stream", lambda index: ours)
-    given = [Array(x) for x in qkv()]
-    out, lse = attention(*given, return_lse=True)
-    assert [x.asked for x in given] == [[ours or 1]] * 3  # the protocol's: it waits where it has to
-    assert [hasattr(x, "__dlpack__") for x in taken] == [waits] * 2
-    for found, want in zip((out, lse), attention(*qkv(), return_lse=True), strict=True):
-        assert torch.equal(found.tensor, want)
 
 
 # ---- without a tensor --------------------------------------------------------------------------------------
@@ -190,12 +158,12 @@ def test_capsules_that_are_read_in_another_way():
 
 
 class Cupy(Recorder):
-    """CuPy's array on the CPU's memory, of a library on the kernel's stream."""
+    """CuPy's array, in the CPU's memory."""
 
     __module__ = "cupy._core"
+    stream, taken = 0, []  # which the library works on; what it was handed
     data = property(lambda self: SimpleNamespace(ptr=self.tensor.data_ptr()))
     dtype = property(lambda self: self.tensor.dtype)
-    stream = 0
 
     def __dlpack__(self, *, stream: int | None = None) -> Any:
         self.asked.append(stream)
@@ -204,28 +172,44 @@ class Cupy(Recorder):
     def __array_namespace__(self) -> Any:
         return sys.modules["cupy"]
 
-
-class Elsewhere(Cupy):
-    """Another type."""
+    @staticmethod
+    def from_dlpack(given: Any) -> Cupy:
+        """A capsule, too, and then it asks for no stream."""
+        Cupy.taken.append(given)
+        capsule = given.__dlpack__(stream=given._stream) if hasattr(given, "__dlpack__") else given
+        return Cupy(private_torch.from_capsule(capsule))
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was asked of kernels past all tensors: nothing runs."""
     library = SimpleNamespace(
-        from_dlpack=lambda x: Cupy(
-            private_torch.from_capsule(private_torch.to_capsule(x._tensor) if hasattr(x, "_tensor") else x)
-        ),
+        from_dlpack=Cupy.from_dlpack,
         cuda=SimpleNamespace(get_current_stream=lambda device: SimpleNamespace(ptr=Cupy.stream)),
         empty=lambda shape, dtype: Cupy(torch.empty(shape, dtype=getattr(torch, str(dtype).removeprefix("torch.")))),
     )
     monkeypatch.setitem(sys.modules, "cupy", library)
+    monkeypatch.setattr(Cupy, "taken", [])
     monkeypatch.setattr(arrays, "_begun", {1})
     monkeypatch.setattr(private_torch, "raw_stream", lambda index: 0)
     monkeypatch.setattr(private_torch, "current_device", lambda: 1)
     calls: list[Any] = []
     monkeypatch.setattr(arrays.plan, "start", lambda *asked: calls.append(asked))
     return calls
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(("its", "ours", "waits"), [(0, 0, False), (77, 77, False), (77, 0, True), (0, 2, True)])
+def test_a_library_on_the_kernels_stream_is_handed_the_memory_alone(
+    monkeypatch: pytest.MonkeyPatch, its: int, ours: int, waits: bool
+):
+    monkeypatch.setattr(Cupy, "stream", its)
+    monkeypatch.setattr(private_torch, "raw_stream", lambda index: ours)
+    given, said = [Cupy(x) for x in qkv()], {"return_lse": True, "seqused_k": ints(65, 20)}
+    found = attention(*given, **said)
+    assert [x.asked for x in given] == [[ours or 1]] * 3  # the protocol's: it waits where it has to
+    assert [hasattr(x, "__dlpack__") for x in Cupy.taken] == [waits] * 2
+    assert all(torch.equal(x.tensor, want) for x, want in zip(found, attention(*qkv(), **said), strict=True))
 
 
 def test_a_call_of_arrays_alone_makes_no_tensor_of_them(launched: list[Any], monkeypatch: pytest.MonkeyPatch):
@@ -250,12 +234,15 @@ def test_a_call_of_arrays_alone_makes_no_tensor_of_them(launched: list[Any], mon
 def test_a_call_with_anything_else_goes_by_tensors(launched: list[Any], monkeypatch: pytest.MonkeyPatch, what: str):
     (q, k, v), around, said = (Cupy(x) for x in qkv()), contextlib.nullcontext(), {}
     want = attention(q.tensor, k.tensor, v.tensor)
-    if what == "stream":
-        monkeypatch.setattr(Cupy, "stream", 7)
-    elif what == "device":
-        monkeypatch.setattr(private_torch, "current_device", lambda: 0)
+    patches = {
+        "stream": (Cupy, "stream", 7),
+        "device": (private_torch, "current_device", lambda: 0),
+        "refusal": (_C, "array_metadata", lambda *_: None),
+    }
+    if what in patches:
+        monkeypatch.setattr(*patches[what])
     elif what == "type":
-        v = Elsewhere(v.tensor, (1, 0))
+        v = type("Elsewhere", (Cupy,), {})(v.tensor, (1, 0))
     elif what == "layout":
         q, k, v = (Cupy(x.tensor.transpose(1, 2)) for x in (q, k, v))
         said = {"layout": "bhsd"}
@@ -265,8 +252,6 @@ def test_a_call_with_anything_else_goes_by_tensors(launched: list[Any], monkeypa
         around = BaseTorchFunctionMode()
     elif what == "autocast":
         around = torch.autocast("cpu", torch.float16)
-    elif what == "refusal":
-        monkeypatch.setattr(_C, "array_metadata", lambda *_: None)
     else:
         prepared = plan.prepare((q.tensor, k.tensor, v.tensor), "none", None)
         monkeypatch.setattr(arrays.plan, "kept_by", lambda *_: prepared._replace(launch=lambda *_: None))
@@ -358,14 +343,9 @@ def test_arrays_of_a_gpu_are_shared_and_streams_wait_for_each_other(side: bool):
         assert all(isinstance(x, OnGpu) for x in found) and all(map(torch.equal, kept, want))
 
 
-class Opaque:
-    """An array of a library that takes nothing."""
-
+class Opaque(Recorder):
     def __dlpack__(self) -> Any:
         raise BufferError("this memory is not for others")
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0
 
 
 class Closed(Recorder):
@@ -378,7 +358,7 @@ class Closed(Recorder):
     [
         ({"k": [1.0]}, "k must be a torch.Tensor, got list"),
         ({"out": numpy.zeros(1)}, "out is not taken where q is a numpy.ndarray"),
-        ({"k": Opaque()}, "k, a .*Opaque, can't be shared by DLPack: this memory is not for others"),
+        ({"k": Opaque(randn(1), (1, 0))}, "k, a .*Opaque, can't be shared by DLPack: this memory is not for others"),
         ({"q": Closed(randn(1))}, "whose library has no from_dlpack to take the result with"),
         ({"k": randn(2, 65, 2, 32, dtype=torch.float16).requires_grad_()}, "k requires a gradient, and q is"),
         ({"k": qkv()[1].numpy()[:, ::-1]}, "k, a numpy.ndarray, has a negative stride"),

@@ -1,13 +1,14 @@
 """torch.autocast: a call does what casting by hand does, bit for bit, whatever torch would cast inside.
 
-CPU tensors are real. What the CUDA keys do is seen on fake ones; test_parity_runtime.py has a GPU's.
+CPU tensors are real. What the CUDA keys do is seen on fake ones; test_parity_runtime.py has a GPU's, and
+test_torch_func.py and test_training.py have the gradients.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_fmha
-from cutlass_fmha import attention, cascade_attention, private_torch, with_kv_cache
+from cutlass_fmha import attention, cascade_attention, with_kv_cache
 from cutlass_fmha import scaled_dot_product_attention as sdpa
 from cutlass_fmha.launch import plan
 from cutlass_fmha.ops import dispatcher
@@ -87,9 +88,6 @@ def assert_same(found: Any, expected: Any, dtype: torch.dtype) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-# ---- CPU ---------------------------------------------------------------------------------------------------
-
-
 #: Contexts, the outermost first, and the dtype that float32 is cast to in them.
 CONTEXTS: dict[str, tuple[Callable[[], list[Any]], torch.dtype]] = {
     "bfloat16": (lambda: [cpu()], BF16),
@@ -101,90 +99,76 @@ CONTEXTS: dict[str, tuple[Callable[[], list[Any]], torch.dtype]] = {
 }
 
 
+def by_hand(t: dict[str, Tensor], to: torch.dtype) -> dict[str, Tensor]:
+    return t | {name: t[name].to(to) for name in (*"qkv", "bias")}
+
+
 @every_call
 @pytest.mark.parametrize(("contexts", "to"), CONTEXTS.values(), ids=CONTEXTS)
 def test_a_call_is_the_one_that_is_cast_by_hand(call: Callable[..., Any], contexts: Any, to: torch.dtype):
-    by_hand = {name: x.to(to) if name in (*"qkv", "bias") else x for name, x in drawn().items()}
-    expected, wide = call(by_hand), call(drawn(F64))
+    """Sinks and slopes stay float32, and float64 is not cast, as of torch's own SDPA."""
+    other = F16 if to == BF16 else BF16
+    cast, of_other = by_hand(drawn(), to), other if to == F32 else to
+    expected, from_other, wide = call(cast), call(by_hand(drawn(other), of_other)), call(drawn(F64))
     with ExitStack() as stack:
         for each in contexts():
             stack.enter_context(each)
         assert_same(call(drawn()), expected, to)
-        assert_same(call(by_hand), expected, to)
-        assert_same(call(drawn(F64)), wide, F64)  # which is not cast
+        assert_same(call(cast), expected, to)
+        assert_same(call(drawn(other)), from_other, of_other)
+        assert_same(call(drawn(F64)), wide, F64)
         with pytest.raises(ValueError, match="must have .*dtype float64"):
             call(drawn(F64) | {"v": drawn()["v"]})
         if to == F32:
             with pytest.raises(ValueError, match="must have .*dtype float32"):
                 call(drawn() | {"k": drawn(F16)["k"]})
         else:  # mixed dtypes, which raise elsewhere, are cast one by one
-            assert_same(call(drawn() | {"k": by_hand["k"], "bias": by_hand["bias"]}), expected, to)
+            assert_same(call(drawn() | {"k": cast["k"], "bias": cast["bias"]}), expected, to)
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
-@pytest.mark.parametrize("mask", [None, "bias", "bool"])
-@pytest.mark.parametrize("to", [BF16, F16])
-def test_the_dtype_is_that_of_torchs_sdpa(dtype: torch.dtype, mask: str | None, to: torch.dtype):
-    t = drawn(dtype)
-    attn_mask = None if mask is None else t["bias"] if mask == "bias" else t["bias"] > 0
-    theirs = torch.nn.functional.scaled_dot_product_attention
-    with cpu(to):
-        ours, expected = (f(*heads_first(t), attn_mask=attn_mask) for f in (sdpa, theirs))
-    assert ours.dtype == expected.dtype
-    if mask != "bool":  # a query may see nothing, where torch has NaN
-        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
-
-
-def test_sinks_and_slopes_stay_float32():
+def test_sinks_may_have_the_dtype_that_is_cast_to():
     t = drawn()
-    q, k, v = (t[name].bfloat16() for name in "qkv")
-    fine = {"sinks": t["sinks"] + 2**-12, "alibi_slopes": t["slopes"] + 2**-12}
-    coarse = {name: x.bfloat16().float() for name, x in fine.items()}
+    sinks = t["sinks"].bfloat16()
     with cpu():
-        found = attention(t["q"], t["k"], t["v"], return_lse=True, **fine)
-        halves = attention(t["q"], t["k"], t["v"], return_lse=True, sinks=coarse["sinks"].bfloat16())
-    assert_same(found, attention(q, k, v, return_lse=True, **fine), BF16)
-    assert not torch.equal(found[1], attention(q, k, v, return_lse=True, **coarse)[1])
-    assert_same(halves, attention(q, k, v, return_lse=True, sinks=coarse["sinks"]), BF16)
+        found = attention(t["q"], t["k"], t["v"], return_lse=True, sinks=sinks)
+    q, k, v = (t[name].bfloat16() for name in "qkv")
+    assert_same(found, attention(q, k, v, return_lse=True, sinks=sinks.float()), BF16)
 
 
 @pytest.mark.parametrize("cache_enabled", [True, False])
 def test_no_cast_outlives_what_it_was_made_of(cache_enabled: bool):
-    t = {name: torch.nn.Parameter(x) if name in (*"qkv",) else x for name, x in drawn().items()}
+    t = {name: torch.nn.Parameter(x) for name, x in drawn().items() if name in "qkv"}
     with cpu(cache_enabled=cache_enabled), torch.no_grad():
         before = CALLS["plain"](t)
         t["v"].mul_(2)
         assert_same(CALLS["plain"](t)[0], before[0] * 2, BF16)
 
 
-@every_call
-def test_a_gradient_is_kept_or_refused_all_the_same(call: Callable[..., Any]):
-    given = {name: x.requires_grad_() if name == "k" else x for name, x in drawn().items()}
-    with cpu():
-        if call is CALLS["cascade"]:
-            with pytest.raises(NotImplementedError, match="no backward yet"):
-                call(given)
-        else:
-            found = call(given)
-            assert (found if isinstance(found, Tensor) else found[0]).requires_grad
+def test_a_gradient_of_a_cascade_is_refused_all_the_same():
+    t = drawn()
+    t["k"].requires_grad_()
+    with cpu(), pytest.raises(NotImplementedError, match="no backward yet"):
+        CALLS["cascade"](t)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
 def test_what_is_no_attention_is_as_it_is_elsewhere(dtype: torch.dtype):
     t = drawn(dtype)
     state = attention(t["q"], t["k"], t["v"], return_lse=True)
-    rotated = cutlass_fmha.rotary(t["q"], t["cos"], t["sin"], ints(3, 5))
-    merged = cutlass_fmha.merge_states(*state, *state)
+
+    def others() -> list[Any]:
+        return [cutlass_fmha.rotary(t["q"], t["cos"], t["sin"], ints(3, 5)), cutlass_fmha.merge_states(*state, *state)]
+
+    expected = others()
     with cpu(F16 if dtype == BF16 else BF16):
-        assert_same(cutlass_fmha.rotary(t["q"], t["cos"], t["sin"], ints(3, 5)), rotated, dtype)
-        assert_same(cutlass_fmha.merge_states(*state, *state), merged, dtype)
+        for found, each in zip(others(), expected, strict=True):
+            assert_same(found, each, dtype)
 
 
 def test_states_of_two_dtypes_merge_in_the_wider_one():
-    t = drawn()
-    wide = attention(t["q"], t["k"], t["v"], return_lse=True)
+    wide = CALLS["plain"](drawn())
     with cpu():
-        narrow = attention(t["q"], t["k"], t["v"], return_lse=True)
+        narrow = CALLS["plain"](drawn())
         merged = [cutlass_fmha.merge_states(*x) for x in ((*narrow, *wide), (*wide, *narrow))]
     for found in merged:
         assert_same(found, cutlass_fmha.merge_states(narrow[0].float(), narrow[1], *wide), F32)
@@ -198,21 +182,20 @@ def test_explain_tells_what_runs():
             assert found.problem.dtype == "bfloat16"
 
 
-# ---- caches ------------------------------------------------------------------------------------------------
-
-
-def step(t: dict[str, Tensor], **more: Any) -> Tensor:
+def step(t: dict[str, Tensor], packed: bool = False, **more: Any) -> Tensor:
     """New keys and values into the cache, and attention over what it has then."""
-    return with_kv_cache(
-        t["q"].narrow(1, 0, 3), t["k"], t["v"], t["new_k"], t["new_v"], cache_seqlens=t["used"], causal=True,
-        **more,
-    )  # fmt: skip
+    rows = [t["q"].narrow(1, 0, 3), t["new_k"], t["new_v"]]
+    if packed:
+        rows = [x.flatten(0, 1) for x in rows]
+        more |= {"cu_seqlens_q": ints(0, 2, 6), "max_seqlen_q": 4, "max_seqlen_k": 18}
+    return with_kv_cache(rows[0], t["k"], t["v"], *rows[1:], cache_seqlens=t["used"], causal=True, **more)
 
 
 OVER_CACHES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "append": step,
     "rotary": lambda t: step(t, rotary_cos=t["cos"], rotary_sin=t["sin"], bias=t["bias"].narrow(1, 0, 3)),
     "append to pages": lambda t: step(t, page_table=t["table"]),
+    "append packed to pages": lambda t: step(t, True, page_table=t["table"], rotary_cos=t["cos"], rotary_sin=t["sin"]),
     "append to slots": lambda t: step(t, cache_batch_idx=t["slots"], sinks=t["sinks"]),
     "cache as it is": lambda t: with_kv_cache(t["q"], t["k"], t["v"]),
     "pages": lambda t: attention(t["q"], t["k"], t["v"], page_table=t["table"], seqused_k=t["used"], return_lse=True),
@@ -248,9 +231,6 @@ def test_a_cache_is_not_cast_and_what_meets_it_is(name: str, dtype: torch.dtype)
     assert torch.equal(given["k"], before) != written
 
 
-# ---- compiling ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "backend"), [*itertools.product(CALLS, ("eager", "aot_eager")), ("features", "inductor")]
 )
@@ -264,12 +244,10 @@ def test_a_compiled_call_is_cast_alike(name: str, backend: str):
             return call(t)
 
     t, mixed = drawn(), drawn() | {"k": drawn()["k"].bfloat16()}
-    plain = call(t)
     with cpu():
-        expected, of_mixed = call(t), call(mixed)
-        assert_same(compiled(t), expected, BF16)
-        assert_same(compiled(mixed), of_mixed, BF16)
-    assert_same(compiled(t), plain, F32)  # what was compiled under autocast is not reused without it
+        for given in (t, mixed):
+            assert_same(compiled(given), call(given), BF16)
+    assert_same(compiled(t), call(t), F32)  # what was compiled under autocast is not reused without it
     with cpu(F16):
         expected = call(t)
         assert_same(compiled(t), expected, F16)
@@ -278,16 +256,13 @@ def test_a_compiled_call_is_cast_alike(name: str, backend: str):
 
 @pytest.mark.parametrize("name", OVER_CACHES)
 def test_a_compiled_step_writes_the_cache_itself(name: str):
-    for dtype in (BF16, F16, F32):
+    for dtype, context in ((BF16, cpu()), (F16, cpu()), (F32, cpu()), (F32, nullcontext())):
         one, other = caches(name, dtype, F32), caches(name, dtype, F32)
-        with cpu():
+        with context:
             expected = OVER_CACHES[name](one)
             found = torch.compile(OVER_CACHES[name], fullgraph=True, backend="aot_eager")(other)
         assert_same(found, expected, dtype)
         assert torch.equal(one["k"], other["k"]) and torch.equal(one["v"], other["v"])
-
-
-# ---- CUDA, without a GPU -----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -329,7 +304,6 @@ def test_fake_cuda_tensors_are_cast(call: Callable[..., Any], to: torch.dtype):
 
 def test_the_way_past_the_dispatcher_gets_what_is_cast(monkeypatch: pytest.MonkeyPatch):
     launched = []
-
     monkeypatch.setattr(dispatcher, "Tensor", LooksLikeCuda)
     monkeypatch.setattr(plan, "launch", lambda *x: launched.append({y.dtype for y in x[:3]}) or (x[0], None))
     t = {name: x.as_subclass(LooksLikeCuda) for name, x in drawn().items()}
@@ -339,16 +313,3 @@ def test_the_way_past_the_dispatcher_gets_what_is_cast(monkeypatch: pytest.Monke
         attention(mixed["q"], mixed["k"], mixed["v"])
         sdpa(*heads_first(mixed))
     assert launched == [{F32}, {BF16}, {BF16}]
-
-
-def test_without_torchs_private_names_the_public_ones_do(monkeypatch: pytest.MonkeyPatch):
-    name, t = "append", caches("append", F16, F16)
-    expected, kept = OVER_CACHES[name](t), CALLS["features"](drawn())
-    with cpu():
-        cast = CALLS["features"](drawn())
-    monkeypatch.setattr(private_torch, "any_autocast_enabled", lambda: True)
-    monkeypatch.setattr(private_torch, "disable_autocast", None)
-    assert_same(CALLS["features"](drawn()), kept, F32)
-    with cpu():
-        assert_same(CALLS["features"](drawn()), cast, BF16)
-        assert_same(OVER_CACHES[name](caches(name, F16, F32)), expected, F16)

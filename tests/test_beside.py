@@ -1,18 +1,26 @@
-"""RMSNorm, gated units and the MLP as ops: what they refuse, schemas, gradients, compiling, autocast."""
+"""The ops beside attention: what they refuse, schemas, gradients, compiling, autocast; the way to their kernels."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tensors import ints, randn
 from torch import Tensor
 from torch.autograd import gradcheck
 
 import cutlass_fmha
-from cutlass_fmha import explain_swiglu_mlp, geglu, gelu_and_mul, rms_norm, silu_and_mul, swiglu, swiglu_mlp
+from cutlass_fmha import _C, attention, explain_swiglu_mlp, geglu, rms_norm, silu_and_mul, swiglu, swiglu_mlp
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.errors import UnsupportedError
+from cutlass_fmha.launch import helpers
 
 OPS = torch.ops.cutlass_fmha
 X, W = torch.randn(2, 3, 8), torch.randn(8)
@@ -23,8 +31,6 @@ UP, DOWN = torch.randn(12, 8), torch.randn(5, 6)
 def double(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64).requires_grad_()
 
-
-# ---- what is refused ---------------------------------------------------------------------------------------
 
 WIDE = torch.empty(2, 3, 1, 1, 9)
 BAD: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
@@ -83,9 +89,10 @@ def test_bad_calls_are_refused(error: type[Exception]):
 
 
 def test_no_second_derivative_and_no_forward_mode():
-    x = double(3, 4)
-    up, down = double(6, 4), double(5, 3)
-    for call in (rms_norm, silu_and_mul, lambda x: swiglu_mlp(x, up, down, recompute=True)):
+    """Of no op with a kernel for its gradient; test_torch_func.py asks torch.func for them."""
+    x, up, down = double(3, 4), double(6, 4), double(5, 3)
+    of_mlp = functools.partial(swiglu_mlp, w_gate_up=up, w_down=down, recompute=True)
+    for call in (rms_norm, silu_and_mul, of_mlp, lambda x: attention(*3 * [x[None, None]])):
         (once,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
         with pytest.raises(NotImplementedError, match="can be differentiated once"):
             once.sum().backward()
@@ -93,38 +100,20 @@ def test_no_second_derivative_and_no_forward_mode():
             torch.func.jvp(call, (x.detach(),), (x.detach(),))
 
 
-# ---- gradients ---------------------------------------------------------------------------------------------
-
-
-def test_gradients_by_differences():
-    x, weight, bias, residual = double(2, 3, 6), double(6), double(6), double(2, 3, 6)
-
-    def sums(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Any:
-        return rms_norm(x, weight, bias, residual=residual, weight_offset=1.0)
-
-    assert gradcheck(sums, (x, weight, bias, residual)) and gradcheck(rms_norm, (x,))
+def test_gradients_where_little_is_asked_or_given():
+    """test_parity_beside.py has all others beside fp64."""
+    x, residual = double(2, 3, 6), double(2, 3, 6)
     assert gradcheck(lambda x, r: rms_norm(x, residual=r)[1], (x, residual)), "the sum alone"
-    for name in ("none", "tanh"):
-        assert gradcheck(lambda g, u: geglu(g, u, name), (x, residual))  # noqa: B023
-        assert gradcheck(lambda x: gelu_and_mul(x, name), (x,))  # noqa: B023
-    assert gradcheck(swiglu, (x, residual)) and gradcheck(silu_and_mul, (x,))
-    w_gate_up, w_down = double(8, 6), double(5, 4)
-    for recompute in (False, True):
-        for rows in (x, x[0, 0], x[:0]):
-            assert gradcheck(lambda *t: swiglu_mlp(*t, recompute=recompute), (rows, w_gate_up, w_down))  # noqa: B023
+    assert gradcheck(lambda x, r: rms_norm(x, residual=r)[0], (x, residual)), "the output alone"
     for call in (rms_norm, silu_and_mul):  # a sum's gradient is expanded, and so it stays without rows
         assert torch.autograd.grad(call(x[:0]).sum(), x)[0].abs().max() == 0
 
 
 def test_nothing_is_kept_but_what_the_guide_says():
     kept: list[Tensor] = []
-    x, w_gate_up, w_down = torch.randn(16, 8).requires_grad_(), UP.clone().requires_grad_(), DOWN
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        swiglu_mlp(x, w_gate_up, w_down, recompute=True)
-    assert (16, 6) not in {tuple(t.shape) for t in kept}
-
-
-# ---- ops ---------------------------------------------------------------------------------------------------
+        swiglu_mlp(torch.randn(16, 8).requires_grad_(), UP.clone().requires_grad_(), DOWN, recompute=True)
+    assert kept and (16, 6) not in {tuple(t.shape) for t in kept}
 
 
 def test_ops_agree_with_their_schemas():
@@ -156,17 +145,15 @@ def test_a_block_is_compiled_whole(recompute: bool):
 
 
 def test_autocast_leaves_rows_alone_and_casts_products():
-    w_gate_up, w_down = UP.clone().requires_grad_(), DOWN.clone().requires_grad_()
+    weights, half, w = [t.clone().requires_grad_() for t in (UP, DOWN)], X.bfloat16(), W.bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert rms_norm(X, W).dtype == torch.float32
-        assert swiglu(X, X.bfloat16()).dtype == torch.float32
-        mixed = rms_norm(X.bfloat16(), W.bfloat16(), residual=X)
-        torch.testing.assert_close(mixed, rms_norm(X.bfloat16().float(), W.bfloat16().float(), residual=X))
-        found = [swiglu_mlp(X, w_gate_up, w_down, recompute=recompute) for recompute in (False, True)]
+        assert rms_norm(X, W).dtype == swiglu(X, half).dtype == torch.float32
+        mixed = rms_norm(half, w, residual=X)
+        torch.testing.assert_close(mixed, rms_norm(half.float(), w.float(), residual=X))
+        found = [swiglu_mlp(X, *weights, recompute=recompute) for recompute in (False, True)]
     assert found[0].dtype == torch.bfloat16 and torch.equal(*found)
     for out in found:
-        for gradient in torch.autograd.grad(out.float().sum(), (w_gate_up, w_down)):
-            assert gradient.dtype == torch.float32
+        assert {x.dtype for x in torch.autograd.grad(out.float().sum(), weights)} == {torch.float32}
 
 
 def test_explain_says_what_runs_and_why():
@@ -174,3 +161,197 @@ def test_explain_says_what_runs_and_why():
     assert text.count("\n") == 3 and "one product [6, 8] x [8, 12] by torch's CPU library" in text
     assert "0.58 to 0.84" in text and "not measured" in text
     assert cutlass_fmha.explain_swiglu_mlp is explain_swiglu_mlp
+
+
+# ---- queries and keys together -----------------------------------------------------------------------------
+
+COS, SIN = (f(torch.outer(torch.arange(20.0), 100.0 ** -(torch.arange(6) / 6))) for f in (torch.cos, torch.sin))
+Q, K = randn(1, 3, 2, 16, dtype=torch.float64), randn(1, 3, 1, 16, dtype=torch.float64, seed=1)
+WEIGHTS = (randn(16, dtype=torch.float64, seed=2), randn(16, dtype=torch.float64, seed=3))
+SAID: tuple[dict[str, Any], ...] = (
+    {"cos": COS, "sin": SIN, "offsets": ints(3)},
+    {"inv_freq": torch.rand(8), "interleaved": True, "positions": ints(9, 0, 17).view(1, 3)},
+)
+
+
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    return [x.clone().requires_grad_() for x in tensors]
+
+
+@pytest.mark.parametrize("said", SAID, ids=("table", "inv_freq"))
+def test_gradients_of_queries_and_keys(said: dict[str, Any]):
+    """test_parity_rope.py has those of norms beside fp64."""
+    rotated, given = functools.partial(cutlass_fmha.rotary_qk, **said), leaves(Q, K, *WEIGHTS)
+    assert gradcheck(rotated, given[:2]) and torch.autograd.gradgradcheck(rotated, given[:2])
+    out, _ = cutlass_fmha.qk_norm_rope(*given[:2], None, *given[2:], weight_offset=1.0, **said)
+    (dq,) = torch.autograd.grad(out.square().sum(), given[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match="qk_norm_rope can be differentiated once"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("said", SAID, ids=("table", "inv_freq"))
+def test_ops_on_queries_and_keys_agree_with_their_schemas(said: dict[str, Any]):
+    check = torch.library.opcheck
+    check(OPS.rotary_qk.default, leaves(Q, K), said)
+    check(OPS.rotary_qk_.default, (Q.clone(), K.clone()), said)
+    check(OPS.qk_norm_rope.default, leaves(Q, K, *WEIGHTS), said)
+    check(OPS.qk_norm_rope_backward.default, (Q, K, Q, K, *WEIGHTS), said)
+    caches = torch.zeros(2, 1, 16, 1, 16, dtype=torch.float64).unbind(0)
+    check(OPS.qk_norm_rope_append_.default, (*caches, Q, K, K, ints(3), *WEIGHTS), said)
+
+
+def test_queries_and_keys_are_compiled_whole():
+    def call(q: Tensor, k: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = cutlass_fmha.qk_norm_rope(q, k, None, *weights, **SAID[0])
+        return cutlass_fmha.rotary_qk(q, k, inv_freq=SAID[1]["inv_freq"], offsets=2)
+
+    results = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        given = leaves(Q, K, *WEIGHTS)
+        found = function(*given)
+        results.append((*found, *torch.autograd.grad(sum(x.square().sum() for x in found), given)))
+    torch.testing.assert_close(*results)
+
+
+def test_autocast_casts_what_is_new_to_the_cache():
+    k_cache, v_cache = torch.zeros(2, 1, 16, 1, 16, dtype=torch.bfloat16)
+    given = {"cos": COS.half(), "sin": SIN.half(), "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": 3}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = cutlass_fmha.qk_norm_rope(Q.float(), K.bfloat16(), K.bfloat16(), **given)
+    assert out.dtype == torch.bfloat16
+
+
+# ---- from tensors to kernels: which there are, what they are told and refuse -------------------------------
+
+WITH_FLOAT32 = (
+    "combine", "merge", "append", "rotary", "rope", "rope_backward", "rope_weights", "gated",
+    "gated_backward", "backward_before", "rms_norm", "rms_norm_backward", "rms_norm_weights",
+)  # fmt: skip
+WITHOUT_FLOAT32 = ("merge_tail", "backward_after", "backward_lists")
+
+
+def test_every_architecture_has_every_kernel():
+    kinds = [(kind, dtype) for kind in (*WITHOUT_FLOAT32, *WITH_FLOAT32) for dtype in ("float16", "bfloat16")]
+    kinds += [(kind, "float32") for kind in WITH_FLOAT32]
+    short = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+    architectures, found = _C.build_info()["architectures"], _C.helpers()
+    assert sorted((row.name, row.family, row.arch, row.dtype) for row in found) == sorted(
+        (f"{kind}_sm{arch}_{short[dtype]}", kind, arch, dtype) for arch in architectures for kind, dtype in kinds
+    )
+    blocks = {"rms_norm": 512, "rms_norm_backward": 512, "gated": 256, "gated_backward": 256}
+    assert all(row.threads == blocks.get(row.family, 128) and row.name in repr(row) for row in found)
+    assert {row.family for row in found if row.smem_bytes} == {"rms_norm_backward"}
+    for row in found:
+        with pytest.raises(AttributeError, match=f"{row.name} has no head_dim"):
+            row.head_dim  # noqa: B018
+
+
+def test_a_devices_kernels_are_its_rows_or_it_is_refused(monkeypatch: pytest.MonkeyPatch):
+    def build(*architectures: int) -> None:
+        monkeypatch.setattr(_C, "helpers", lambda: [SimpleNamespace(arch=arch) for arch in architectures])
+
+    monkeypatch.setattr(tables, "this_build", lambda: tables.Table(()))
+    build(89, 90, 120)
+    for gpu, forced in (("l4", ""), ("h200", "89")):
+        monkeypatch.setattr(devices, "of_index", lambda index, gpu=gpu: devices.PRESETS[gpu])
+        monkeypatch.setenv(devices.FORCE_ARCH, forced)
+        assert helpers._arch(0) == 89
+    monkeypatch.setattr(devices, "of_index", lambda index: Device("an A100", (8, 0), 108, 163 * 1024))
+    build(89, 120)
+    for forced in ("", "120"):  # also where it is told to take code that it can't execute
+        monkeypatch.setenv(devices.FORCE_ARCH, forced)
+        with pytest.raises(UnsupportedError, match="for sm_89, sm_120, and none of them runs on an A100"):
+            helpers._arch(0)
+    build()
+    with pytest.raises(UnsupportedError, match="CUTLASS_FMHA_CUDA=OFF"):
+        helpers._arch(0)
+
+
+def row_of(family: str) -> int:
+    return next((row.index for row in _C.helpers() if row.family == family), 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value", "message"),
+    [
+        (_C.MergeParams, "batch", -1, r"batch must be between 0 and 536870912, got -1"),
+        (_C.MergeParams, "seqlen_q", 2**29 + 1, "seqlen_q must be between"),
+        (_C.MergeParams, "head_dim_v", -8, "head_dim_v must be between"),
+        (_C.MergeParams, "o_stride", (-1, 0, 0), "o_stride must be between"),
+        (_C.AppendParams, "capacity", 2**30, "capacity must be between"),
+        (_C.Rotary, "positions", -1, "positions must be between"),
+        (_C.CombineParams, "splits", 65, "splits must be between 1 and 64, got 65"),
+        (_C.CombineParams, "splits", 0, "splits must be between 1 and 64, got 0"),
+        (_C.CombineParams, "head_dim_v", 257, "head_dim_v must be between 1 and 256, got 257"),
+        (_C.RmsNormParams, "dim", 65537, "dim must be between 1 and 65536, got 65537"),
+        (_C.RmsNormParams, "eps", float("inf"), "eps must be a finite float, got inf"),
+        (_C.RmsNormParams, "out_type", "int8", "out_type is none of those that there are: int8"),
+        (_C.GatedParams, "activation", "relu", "activation is none of those that there are: relu"),
+    ],
+)
+def test_sizes_are_checked(make: Any, name: str, value: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        setattr(make(), name, value)
+
+
+@pytest.mark.parametrize("dim", [7, 18])
+def test_rotary_tables_are_checked(dim: int):
+    for params, family in ((_C.RotaryParams(), "rotary"), (_C.AppendParams(), "append")):
+        table = _C.Rotary()
+        table.cos, table.sin, table.dim = 4096, 4096, dim
+        params.head_dim, params.rotary = 16, table  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match=f"rotary dim must be even and at most head_dim 16, got {dim}"):
+            _C.run(row_of(family), params, 0, 0)  # type: ignore[arg-type]
+
+
+def test_append_is_checked():
+    for query, table, sentence in (
+        (4096, 0, "a query is rotated: it needs a rotary"),
+        (0, 4096, "page_table needs page_size"),
+    ):
+        p, rotated = _C.AppendParams(), _C.RotaryParams()
+        rotated.x, rotated.batch, rotated.seqlen, rotated.num_heads = query, 1, 1, 1
+        p.query, p.page_table = rotated, table
+        with pytest.raises(ValueError, match=sentence):
+            _C.run(row_of("append"), p, 0, 0)
+
+
+def rows_of(params: Any, *addresses: str) -> Any:
+    params.sizes, params.dim = (1, 2, 3), 8
+    for name in addresses:
+        setattr(params, name, 4096)
+    return params
+
+
+BACKWARD = rows_of(_C.RmsNormBackwardParams(), "x", "dout", "rstd", "dx", "dweight")
+
+
+@pytest.mark.parametrize(
+    ("family", "params", "message"),
+    [
+        ("rms_norm", rows_of(_C.RmsNormParams(), "x"), "x and out must be addresses"),
+        ("rms_norm", rows_of(_C.RmsNormParams(), "x", "out", "sum"), "residual and sum go together"),
+        ("rms_norm_backward", BACKWARD, "dweight needs parts, and partial for them"),
+        ("gated", rows_of(_C.GatedParams(), "gate", "out"), "gate, up and out must be addresses"),
+        ("gated_backward", rows_of(_C.GatedBackwardParams(), "gate", "up"), "dgate and dup must be address"),
+    ],
+)
+def test_rows_are_checked(family: str, params: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        _C.run(row_of(family), params, 0, 0)
+    params.sizes = (2**20, 2**20, 1)
+    with pytest.raises(ValueError, match="at most 2147483647 rows can be taken"):
+        _C.run(row_of(family), params, 0, 0)
+
+
+def test_a_launch_without_rows_needs_no_gpu_and_one_without_cuda_says_so():
+    own = ("combine", "merge", "append", "rotary", "rms_norm", "rms_norm_backward", "gated", "gated_backward")
+    for family in own:
+        params = getattr(_C, f"{family.title().replace('_', '')}Params")()
+        if _C.build_info()["cuda"]:
+            _C.run(row_of(family), params, 0, 0)
+            with pytest.raises(ValueError, match=f"is of family merge_tail.* parameters of family {family}"):
+                _C.run(row_of("merge_tail"), params, 0, 0)
+        else:
+            with pytest.raises(RuntimeError, match="CUTLASS_FMHA_CUDA=OFF"):
+                _C.run(0, params, 0, 0)

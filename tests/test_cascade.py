@@ -9,7 +9,7 @@ import oracle_features
 import pytest
 import torch
 from oracle_helpers import bits
-from tensors import randn, starts
+from tensors import laid, randn, starts
 from torch import Tensor
 
 import cutlass_fmha
@@ -33,8 +33,7 @@ def test_nan_stays_in_its_row():
     b[0][1, 4, 0, 5] = torch.nan
     output, lse = merge_states(*a, *b)
     expected = torch.zeros(output.shape, dtype=torch.bool)
-    expected[0, 3, 2] = True
-    expected[1, 4, 0, 5] = True
+    expected[0, 3, 2] = expected[1, 4, 0, 5] = True
     assert torch.equal(output.isnan(), expected)
     assert lse.isnan().sum() == 1 and lse[0, 2, 3].isnan()
 
@@ -44,13 +43,6 @@ def test_weights_that_underflow_and_lses_that_are_large():
     far = a[0], a[1] + 3e38
     output, lse = merge_states(*far, *b)
     assert torch.equal(output, a[0]) and torch.equal(lse, far[1])
-
-
-@pytest.mark.parametrize("shape", [(0, 5, 3, 16), (2, 0, 3, 16), (2, 5, 0, 16), (0, 3, 16)])
-def test_nothing_to_merge(shape: tuple[int, ...]):
-    a, b = states(shape)
-    output, lse = merge_states(*a, *b)
-    assert output.shape == shape and lse.shape == (*shape[:-3], shape[-2], shape[-3])
 
 
 # ---- cascade attention -------------------------------------------------------------------------------------
@@ -64,20 +56,16 @@ def cascade_inputs(own: int = 12, dim_v: int = 16, dtype: torch.dtype = torch.fl
 
 def whole_keys(k_shared: Tensor, v_shared: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The shared keys before each sequence's own."""
-    batch = k.shape[0]
-    pairs = ((k_shared, k), (v_shared, v))
-    return tuple(torch.cat((first.expand(batch, *first.shape), x), 1) for first, x in pairs)
+    return tuple(torch.cat((first.expand(len(x), *first.shape), x), 1) for first, x in ((k_shared, k), (v_shared, v)))
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("dim_v", "said"), [(16, {"softcap": 2.0, "sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])}), (8, {})]
-)
+@pytest.mark.parametrize(("dim_v", "said"), [(16, {"softcap": 2.0, "sinks": 3 * randn(4)}), (8, {})])
 def test_cascade_is_attention_over_both_parts(causal: bool, dim_v: int, said: dict[str, Any]):
     q, *keys = cascade_inputs(dim_v=dim_v)
     said = {"scale": 0.3, **said}
     output, lse = cascade_attention(q, *keys, causal=causal, return_lse=True, **said)
-    causal_of = ("none", "bottom-right")[causal]
+    causal_of = "bottom-right" if causal else "none"
     oracle_features.compare(output, lse, q, *whole_keys(*keys), causal=causal_of, **said).check()
     assert torch.equal(cascade_attention(q, *keys, causal=causal, **said), output)
 
@@ -85,14 +73,13 @@ def test_cascade_is_attention_over_both_parts(causal: bool, dim_v: int, said: di
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_an_empty_part_passes_the_others_bits_on(dtype: torch.dtype):
     q, k_shared, v_shared, k, v = cascade_inputs(dtype=dtype)
-    nothing = k_shared[:0], v_shared[:0]
-    own = cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
-    for a, b in zip(cascade_attention(q, *nothing, k, v, causal=True, return_lse=True), own, strict=True):
-        assert torch.equal(bits(a), bits(b))
+    nothing, said = (k_shared[:0], v_shared[:0]), {"causal": True, "return_lse": True}
+    own = cutlass_fmha.attention(q, k, v, **said)
+    assert all(map(torch.equal, map(bits, cascade_attention(q, *nothing, k, v, **said)), map(bits, own)))
 
     rows = q.reshape(1, 15, 4, 16)
     shared, shared_lse = cutlass_fmha.attention(rows, k_shared[None], v_shared[None], return_lse=True)
-    output, lse = cascade_attention(q, k_shared, v_shared, k[:, :0], v[:, :0], causal=True, return_lse=True)
+    output, lse = cascade_attention(q, k_shared, v_shared, k[:, :0], v[:, :0], **said)
     assert torch.equal(bits(output), bits(shared.view(q.shape)))
     assert torch.equal(bits(lse), bits(shared_lse.view(4, 3, 5).transpose(0, 1)))
 
@@ -127,17 +114,20 @@ def test_own_keys_of_several_lengths_anywhere(where: str):
 # ---- what torch expects of an op ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 3, 16), (7, 3, 40), (0, 3, 16)])
+EMPTY = [(0, 5, 3, 16), (2, 0, 3, 16), (2, 5, 0, 16), (0, 3, 16)]
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3, 16), (7, 3, 40), *EMPTY])
 def test_opcheck_passes(shape: tuple[int, ...]):
     a, b = states(shape)
-    torch.library.opcheck(torch.ops.cutlass_fmha.merge_states.default, (*a, *b))
-    strided = a[0].transpose(-2, -3).contiguous().transpose(-2, -3), a[1].mT.contiguous().mT
-    torch.library.opcheck(torch.ops.cutlass_fmha.merge_states.default, (*strided, *b))
+    output, lse = merge_states(*a, *b)
+    assert output.shape == shape and lse.shape == a[1].shape
+    strided = laid(a[0], "heads first"), a[1].mT.contiguous().mT
+    for first in (a, strided):
+        torch.library.opcheck(torch.ops.cutlass_fmha.merge_states.default, (*first, *b))
 
 
 def test_cascade_compiles_whole():
-    q, *keys = cascade_inputs()
+    given, said = cascade_inputs(), {"causal": True, "return_lse": True}
     compiled = torch.compile(cascade_attention, fullgraph=True, backend="aot_eager")
-    found = compiled(q, *keys, causal=True, return_lse=True)
-    for one, other in zip(found, cascade_attention(q, *keys, causal=True, return_lse=True), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(compiled(*given, **said), cascade_attention(*given, **said))

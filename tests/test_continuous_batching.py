@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -23,16 +22,14 @@ PROMPTS = [list(range(3, 3 + length)) for length in (5, 16, 33)]
 
 
 @pytest.fixture
-def llama() -> Iterator[transformers.LlamaForCausalLM]:
+def llama() -> transformers.LlamaForCausalLM:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
-    model.generation_config = transformers.GenerationConfig(
-        max_new_tokens=NEW, do_sample=False, eos_token_id=NONE, pad_token_id=0
-    )
+    model, greedy = transformers.LlamaForCausalLM(config).eval(), {"do_sample": False, "eos_token_id": NONE}
+    model.generation_config = transformers.GenerationConfig(max_new_tokens=NEW, pad_token_id=0, **greedy)
     return model
 
 

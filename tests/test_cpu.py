@@ -1,4 +1,4 @@
-"""The CPU backend with everything that a call may say, against the oracle: corners, drawn mixes, memory."""
+"""The CPU backend with everything that a call may say, against the oracle: corners, drawn mixes, memory, dropout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from problems import Problem, problems
 from tensors import ints, qkv, randn
 from torch import Tensor
 
-from cutlass_fmha import attention
+from cutlass_fmha import _C, attention, dropout, dropout_mask
 from cutlass_fmha.cpu import plain
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -37,8 +37,6 @@ def check(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Te
     oracle_features.compare(out, lse, q, k, v, **arguments).check()
     return out, lse
 
-
-# ---- what is in no drawn or listed problem ----------------------------------------------------------------
 
 CORNERS = {
     "bias of huge numbers": {"bias": torch.zeros(33, 65).masked_fill(randn(33, 65, seed=2) > 0.5, -3e38)},
@@ -80,20 +78,16 @@ def test_chunk_borders_change_nothing(monkeypatch, chunk: int):
         check_problem(Problem(33, 65, **every, **said, seed=3), torch.float32)
 
 
-# ---- its two ways to the result, and its memory ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seqlen_k", [0, 7])
 @pytest.mark.parametrize("default", [torch.float16, torch.float64], ids=str)
 def test_the_lse_is_fp32_whatever_the_default_dtype(default: torch.dtype, seqlen_k: int):
-    q, k, v = fused(1, 5, seqlen_k)
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        out, lse = attention(q, k, v, return_lse=True)
+        found = attention(*fused(1, 5, seqlen_k), return_lse=True)
     finally:
         torch.set_default_dtype(before)
-    assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+    assert [x.dtype for x in found] == [torch.float32] * 2
 
 
 def test_an_lse_of_zero_is_not_mistaken():
@@ -128,10 +122,11 @@ def test_the_fused_kernel_is_used_where_it_does_the_same_job(monkeypatch):
         assert bool(used) == expected, (shape, causal, scale)
 
 
-SAID: dict[str, Any] = {"causal": True, "window": (700, 0), "alibi_slopes": torch.ones(4), "softcap": 2.0}
 LONG = {
     "plain": lambda: plain.forward(*tensors(1, 4096, 4096, head_dim=8), 1.0, -1),
-    "features": lambda: attention(*tensors(1, 1024, 1024, head_dim=8), **SAID),
+    "features": lambda: attention(
+        *tensors(1, 1024, 1024, head_dim=8), causal=True, window=(700, 0), alibi_slopes=torch.ones(4), softcap=2.0
+    ),
 }
 
 
@@ -154,31 +149,23 @@ def test_scores_never_exist_as_a_whole(way: str):
     assert 0 < largest <= plain.SCORES_PER_CHUNK < 1024 * 1024
 
 
-# ---- the same bits -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_repeat_and_do_not_depend_on_the_batch(dtype: torch.dtype):
-    q, k, v = tensors(5, 40, 300, dtype=dtype)
-    arguments = {"causal": True, "softcap": 3.0, "sinks": randn(4), "batch_invariant": True}
-    out, lse = attention(q, k, v, return_lse=True, **arguments)
+    given = tensors(5, 40, 300, dtype=dtype)
+    said = {"causal": True, "softcap": 3.0, "sinks": randn(4), "batch_invariant": True, "return_lse": True}
+    expected = attention(*given, **said)
     for _ in range(3):
-        again, lse_again = attention(q, k, v, return_lse=True, **arguments)
-        assert torch.equal(out, again) and torch.equal(lse, lse_again)
+        assert all(map(torch.equal, attention(*given, **said), expected))
     for b in range(5):
-        alone, lse_alone = attention(*(x[b : b + 1] for x in (q, k, v)), return_lse=True, **arguments)
-        assert torch.equal(out[b], alone[0]) and torch.equal(lse[b], lse_alone[0])
-
-
-# ---- mixes -------------------------------------------------------------------------------------------------
+        alone = attention(*(x[b : b + 1] for x in given), **said)
+        assert all(torch.equal(x[0], whole[b]) for x, whole in zip(alone, expected, strict=True))
 
 
 def check_problem(problem: Problem, dtype: torch.dtype) -> None:
     call = problem.call(dtype, "cpu")
-    said = {"scale": call.scale, "causal": call.causal, **call.features}
-    out, lse = attention(call.q, call.k, call.v, return_lse=True, **said)
+    found = attention(call.q, call.k, call.v, return_lse=True, scale=call.scale, causal=call.causal, **call.features)
     # Products are summed in fp32 one after another, and not several at a time as by a tensor core.
-    compare(call, out, lse, float(problem.head_dim)).check()
+    compare(call, *found, float(problem.head_dim)).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -194,3 +181,62 @@ def test_listed_mixes(group: str, dtype: torch.dtype):
 @settings(max_examples=200)
 def test_drawn_mixes(problem: Problem, dtype: torch.dtype):
     check_problem(problem, dtype)
+
+
+# ---- which probabilities dropout keeps ---------------------------------------------------------------------
+
+# Known answers of Random123 (Salmon, Moraes, Dror and Shaw 2011) for philox4x32-7: key, counter, words.
+ANSWERS = [
+    ((0, 0), (0, 0, 0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 4, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+    ((0xA4093822, 0x299F31D0), (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+     (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "counter", "words"), ANSWERS)
+def test_philox_gives_the_known_answers(key: tuple, counter: tuple, words: tuple):
+    ours = dropout.philox(key, tuple(torch.tensor([word]) for word in counter))
+    assert tuple(int(word) for word in ours) == words
+    assert tuple(int(word) for word in oracle_features.philox(key, counter)) == words
+    assert tuple(_C.host.philox(key[0] | key[1] << 32, counter)) == words
+
+
+@pytest.mark.parametrize(
+    ("p", "below"), [(0.0, 0), (1e-6, 0), (0.1, 6554), (0.5, 32768), (0.9999, 65529), (1 - 1e-9, 65535)]
+)
+def test_what_is_kept_is_divided_by_the_probability_of_that(p: float, below: int):
+    """``below`` of 65536 numbers drop. With 256 equal probabilities and the identity as values, the output is the
+    mask."""
+    assert dropout.threshold(p) == below
+    shape = (2, 3, 300, 256)
+    q, k = torch.zeros(2, 300, 3, 8), torch.zeros(2, 256, 1, 8)
+    v = torch.eye(256).view(1, 256, 1, 256).expand(2, -1, -1, -1)
+    mask = dropout_mask(5, *shape, p)
+    out = attention(q, k, v, dropout_p=p, dropout_seed=5).transpose(1, 2)
+    torch.testing.assert_close(out, mask / 256 * (65536 / (65536 - below)), rtol=1e-6, atol=0)
+    assert mask.any() and mask.all() == (below == 0)
+
+
+@pytest.mark.parametrize("seed", [7, -1, torch.tensor([2**63 - 1])], ids=str)
+def test_the_mask_is_the_oracles(seed: int | torch.Tensor, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dropout, "_CHUNK", 2000)  # several queries at a time, and not all
+    mask = dropout_mask(seed, 3, 4, 33, 70, 0.3)
+    assert mask.dtype == torch.bool and mask.shape == (3, 4, 33, 70)
+    for b in range(3):
+        expected = oracle_features.kept(int(seed) % 2**64, 19661, b, 4, 33, 70)
+        assert torch.equal(mask[b], torch.from_numpy(expected))
+    for shape in [(0, 4, 3, 5), (2, 0, 3, 5), (2, 4, 0, 5), (2, 4, 3, 0)]:
+        assert dropout_mask(seed, *shape, 0.3).shape == shape
+
+
+def test_a_seed_is_drawn_where_none_is_given():
+    call = functools.partial(attention, *torch.randn(3, 1, 64, 2, 16))
+    state = torch.get_rng_state()
+    first, second = (call(dropout_p=0.5) for _ in range(2))
+    torch.set_rng_state(state)
+    assert torch.equal(call(dropout_p=0.5), first) and not torch.equal(first, second)
+    state = torch.get_rng_state()
+    for said in ({"dropout_p": 0.5, "dropout_seed": 3}, {"dropout_p": 0.0}, {"softcap": 2.0}):
+        call(**said)
+        assert torch.equal(torch.get_rng_state(), state)

@@ -18,21 +18,20 @@ from torch import Tensor
 from cutlass_fmha import flash_attn
 from cutlass_fmha.flash_attn.layers import rotary
 
-# ---- import flash_attn -------------------------------------------------------------------------------------
 
-REFUSED = "flash_attn is installed here: remove it, or take"
-
-
-def run(script: str, *path: Path) -> str:
-    """In a process of its own: what is imported there is imported nowhere else."""
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(each) for each in path]!r}\n{script}"]
+def run(script: str, *path: Path) -> list[str]:
+    """What it prints, line by line, in a process of its own: what is imported there is imported nowhere else."""
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {[*map(str, path)]!r}\n{script}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.splitlines()
 
 
 def test_install_answers_everyone_who_asks_and_is_reversible():
-    assert "flash_attn" not in sys.modules and importlib.util.find_spec("flash_attn") is None
+    def installed() -> bool:
+        return "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None
+
+    assert not installed()
     flash_attn.install()
     flash_attn.install()
     try:
@@ -47,18 +46,16 @@ def test_install_answers_everyone_who_asks_and_is_reversible():
         for name in ("flash_attn", "flash-attn", "Flash_Attn"):
             assert importlib.metadata.version(name) == flash_attn.__version__ == "2.8.3"
         assert "flash_attn" in importlib.metadata.packages_distributions()
-        assert importlib.util.find_spec("flash_attn") is not None
-        assert importlib.util.find_spec("flash_attn.layers.rotary") is not None
-        assert importlib.util.find_spec("flash_attn.losses") is None
+        specs = [importlib.util.find_spec(f"flash_attn{part}") for part in ("", ".layers.rotary", ".losses")]
+        assert [spec is not None for spec in specs] == [True, True, False]
         with pytest.raises(ModuleNotFoundError, match="flash_attn.modules"):
             importlib.import_module("flash_attn.modules.mha")
     finally:
         flash_attn.uninstall()
     flash_attn.uninstall()
-    assert "flash_attn" not in sys.modules and importlib.util.find_spec("flash_attn") is None
+    assert not installed() and not any(name.startswith("flash_attn") for name in sys.modules)
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("flash_attn")
-    assert not any(name.startswith("flash_attn") for name in sys.modules)
 
 
 def test_an_installed_one_is_replaced_only_when_told(tmp_path: Path):
@@ -74,8 +71,12 @@ def test_an_installed_one_is_replaced_only_when_told(tmp_path: Path):
         "uninstall()\n"
         "import flash_attn as theirs; print(theirs is flash_attn)\n",
         tmp_path,
-    ).splitlines()
-    assert found[0].startswith(REFUSED) and found[1:] == ["True", "2.8.3 False", "True"]
+    )
+    assert found[0].startswith("flash_attn is installed here: remove it, or take") and found[1:] == [
+        "True",
+        "2.8.3 False",
+        "True",
+    ]
 
 
 GENERATION = """
@@ -83,7 +84,6 @@ import torch
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
 from flash_attn.layers.rotary import apply_rotary_emb
 
-torch.manual_seed(0)
 project = torch.nn.Parameter(torch.randn(64, 3 * 64) / 8)
 q, k, v = (torch.randn(2, 17, 64) @ project).unflatten(-1, (3, 4, 16)).unbind(2)
 angles = torch.outer(torch.arange(64), 10000.0 ** -(torch.arange(8) / 8)).to(q)
@@ -107,7 +107,6 @@ import torch
 from flash_attn import flash_attn_varlen_qkvpacked_func
 from flash_attn.bert_padding import pad_input, unpad_input
 
-torch.manual_seed(0)
 batch, seqlen, heads, head_dim = 3, 17, 4, 32
 layers = torch.nn.ModuleList(torch.nn.Linear(heads * head_dim, 3 * heads * head_dim) for _ in range(2))
 mask = torch.arange(seqlen) < torch.tensor([17, 5, 0])[:, None]
@@ -139,7 +138,6 @@ LLAMA = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-torch.manual_seed(0)
 sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes)).eval()
 ids, mask = torch.randint(50, (2, 9)), torch.ones(2, 9, dtype=torch.long)
@@ -156,7 +154,6 @@ DIFFUSERS = """
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-torch.manual_seed(0)
 q, k, v = torch.randn(3, 2, 7, 4, 32)
 mask = torch.arange(7) < torch.tensor([[7], [4]])
 flash = dispatch_attention_fn(q, k, v, backend="flash", is_causal=True)
@@ -180,10 +177,8 @@ SCRIPTS = {
     [("cpu", "float32", 1e-5), pytest.param("cuda", "float16", 1e-2, marks=pytest.mark.gpu)],
 )
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_that_was_written_for_it_runs_unmodified(
-    tmp_path: Path, name: str, device: str, dtype: str, tolerance: float
-):
-    """As it is started: on a device, in a dtype. The last number that it prints is its error."""
+def test_a_script_written_for_it_runs_unmodified(name: str, device: str, dtype: str, tolerance: float, tmp_path: Path):
+    """As it is started: on a device, in a dtype, from a seed. The last number that it prints is its error."""
     script, package, calls, shape = SCRIPTS[name]
     if package is not None:
         pytest.importorskip(package, reason=f"{package} is not installed")
@@ -192,9 +187,9 @@ def test_a_script_that_was_written_for_it_runs_unmodified(
     begin += "from cutlass_fmha.demo.measure import CountCalls\n"
     if device == "cpu":  # transformers would not ask for flash_attn
         begin += "torch.cuda.is_available = lambda: True\n"
-    begin += f"torch.set_default_device({device!r}); torch.set_default_dtype(torch.{dtype})\n"
-    script = f"with CountCalls() as counter: runpy.run_path({str(tmp_path / 'script.py')!r})\n"
-    *_, found, counted = run(f"{begin}{script}print(counter.calls)", tmp_path).splitlines()
+    begin += f"torch.set_default_device({device!r}); torch.set_default_dtype(torch.{dtype}); torch.manual_seed(0)\n"
+    begin += f"with CountCalls() as counter: runpy.run_path({str(tmp_path / 'script.py')!r})\n"
+    *_, found, counted = run(f"{begin}print(counter.calls)", tmp_path)
     printed, _, error = found.rpartition(" ")
     assert (printed, int(counted)) == (f"torch.Size({shape})", calls) and float(error) <= tolerance
 
@@ -202,8 +197,7 @@ def test_a_script_that_was_written_for_it_runs_unmodified(
 def test_a_compiled_call_is_whole():
     def call(qkv: Tensor, cos: Tensor, sin: Tensor) -> Any:
         qkv = rotary.apply_rotary_emb_qkv_(qkv * 1.0, cos, sin, num_heads_q=4)
-        q, k, v = qkv.split((4, 2, 2), 2)
-        return flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(3, 0), softcap=9.0)
+        return flash_attn.flash_attn_func(*qkv.split((4, 2, 2), 2), causal=True, window_size=(3, 0), softcap=9.0)
 
     def drop(x: Tensor, *_: Tensor) -> Any:
         return flash_attn.flash_attn_func(x, x, x, 0.3, return_attn_probs=True)

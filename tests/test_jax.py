@@ -25,6 +25,9 @@ fmha = importlib.import_module("cutlass_fmha.jax")  # a broken one is no reason 
 traced = importlib.import_module("cutlass_fmha.jax.traced")
 jnp = jax.numpy
 
+PACKED = {
+    "cu_seqlens_q": ints(0, 20, 33), "cu_seqlens_k": ints(0, 40, 65), "max_seqlen_q": 20, "max_seqlen_k": 40,
+}  # fmt: skip
 #: Of a call its operands and what it says, as ``cutlass_fmha.attention`` takes it.
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "nothing": ({}, {}),
@@ -40,11 +43,8 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "lengths": ({}, {"seqused_k": ints(65, 20), "leftpad_k": ints(0, 3), "causal": True}),
     "prefixes": ({"heads_kv": 4}, {"prefix_lengths": ints(30, 5), "causal": True}),
     "blocks": ({}, {"block_mask": (ints(1, 1).view(2, 1, 1), ints(0, 0).view(2, 1, 1, 1), (128, 64))}),
-    "packed": (
-        {"batch": 1}, {"cu_seqlens_q": ints(0, 20, 33), "cu_seqlens_k": ints(0, 40, 65), "max_seqlen_q": 20,
-                       "max_seqlen_k": 40, "causal": True},
-    ),
-}  # fmt: skip
+    "packed": ({"batch": 1}, {**PACKED, "causal": True}),
+}
 ARRAY = ("__dlpack__", "__dlpack_device__")
 on_gpu = pytest.param("gpu", marks=pytest.mark.gpu)
 
@@ -122,12 +122,11 @@ def test_an_eager_call_is_compiled_once(name: str, where: str):
 def test_the_packages_attention_is_part_of_a_program_and_has_gradients():
     q, k, v = (array(x) for x in qkv(dtype=torch.float32))
 
-    def loss(function: Any) -> Any:
-        return jax.jit(jax.value_and_grad(lambda *x: (function(*x, causal=True) ** 2).sum(), (0, 1, 2)))(q, k, v)
+    def leaves(function: Any) -> Any:
+        loss = jax.value_and_grad(lambda *x: (function(*x, causal=True) ** 2).sum(), (0, 1, 2))
+        return jax.tree.leaves(jax.jit(loss)(q, k, v))
 
-    for x, want in zip(
-        jax.tree.leaves(loss(cutlass_fmha.attention)), jax.tree.leaves(loss(fmha.attention)), strict=True
-    ):
+    for x, want in zip(leaves(cutlass_fmha.attention), leaves(fmha.attention), strict=True):
         assert jnp.array_equal(x, want) and jnp.abs(x).max() > 0
 
 
@@ -157,12 +156,9 @@ MAPPED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "lengths and a mask": ({"seqused_k": ints(65, 20), "mask": randn(33, 65) > -1.0}, (1, None, 0)),
     "a mapped mask": ({"mask": randn(3, 1, 33, 65) > -1.0}, (None, 0, None)),
     "sinks, in a loop": ({"sinks": randn(3, 4)}, (0, None, None)),
-    "packed, in a loop": (
-        {name: x for name, x in CASES["packed"][1].items() if name != "causal"},
-        (0, 0, None),
-    ),
+    "packed, in a loop": (PACKED, (0, 0, None)),
     "dropout, in a loop": ({"dropout_p": 0.5, "dropout_seed": 3}, (0, None, None)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MAPPED)
@@ -190,6 +186,11 @@ def test_vmap_is_each_call_alone(name: str):
     assert jnp.allclose(summed, jnp.moveaxis(want, 0, axes[0]) if axes[0] else want, rtol=1e-4, atol=1e-3)
 
 
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command, given = [sys.executable, "-P", "-c", code], {**os.environ, **environment}
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=300)
+
+
 SHARDED = """
 import jax, cutlass_fmha.jax as fmha, jax.numpy as jnp, numpy
 P, mesh = jax.sharding.PartitionSpec, jax.sharding.Mesh(numpy.array(jax.devices()), ("x",))
@@ -209,9 +210,7 @@ print("alike")
 
 
 def test_devices_share_a_batch():
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-P", "-c", SHARDED]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    found = python(SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu")
     assert found.stdout == "alike\n", found.stderr
 
 
@@ -235,8 +234,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
             kernels(row, params, 3, 77)
 
     monkeypatch.setattr(calls, "_on_host", on_gpu)
-    for kept in (calls.workspace_bytes, calls._prepared, jax):
-        getattr(kept, "clear_caches" if kept is jax else "cache_clear")()
+    for clear in (calls.workspace_bytes.cache_clear, calls._prepared.cache_clear, jax.clear_caches):
+        clear()
     return kernels
 
 
@@ -308,9 +307,8 @@ def test_gradients_there_are_not():
     table = {"page_table": jnp.zeros((2, 1), jnp.int32), "seqused_k": jnp.full(2, 4, jnp.int32)}
     with pytest.raises(NotImplementedError, match="no backward yet with .*page"):
         jax.grad(lambda x: fmha.attention(x, *pages, **table).sum())(q)
-    slopes = jnp.ones(4)
     with pytest.raises(NotImplementedError, match="for alibi_slopes: pass jax.lax.stop_gradient of it"):
-        jax.grad(lambda x: fmha.attention(q, k, v, alibi_slopes=x).sum())(slopes)
+        jax.grad(lambda x: fmha.attention(q, k, v, alibi_slopes=x).sum())(jnp.ones(4))
     with pytest.raises(Exception, match="differentiat"):
         jax.grad(lambda x: jax.grad(lambda q: fmha.attention(q, k, v).sum())(x).sum())(q)
 
@@ -335,5 +333,5 @@ def test_results_have_the_tensors_dtype(dtype: str):
 def test_the_package_is_imported_without_jax():
     code = "import sys, cutlass_fmha; assert 'jax' not in sys.modules; sys.modules['jax'] = None\n"
     code += "try: import cutlass_fmha.jax\nexcept ImportError as error: print(error)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    found = python(code)
     assert "pip install jax" in found.stdout, found.stderr

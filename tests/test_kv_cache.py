@@ -1,23 +1,26 @@
-"""Rotary embedding, appending to caches and attention over them: CPU tensors, the ops, what is refused."""
+"""Rotary embedding, appending to caches and attention over them: CPU tensors, the ops, past the dispatcher.
+
+test_autocast.py compiles steps, with and without autocast.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import oracle_features
 import pytest
 import torch
 from fake_kernels import install, vector
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_helpers import places
 from tensors import ints, randn
 from test_ops import LooksLikeCuda
 from test_parity_helpers import KINDS, places_in, table
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import cutlass_fmha
 from cutlass_fmha import _C, kv_cache
@@ -29,19 +32,15 @@ from cutlass_fmha.rotary import rotary
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 append_kv_ = torch.ops.cutlass_fmha.append_kv_
+Step = functools.partial[Any]
 
 
 def test_a_position_may_be_an_int():
-    x, (cos, sin) = randn(2, 4, 2, 16), table(16, 16)
-    assert rotary(randn(0, 3, 5, 24), cos, sin, ints()).shape == (0, 3, 5, 24)
-    assert rotary(randn(2, 0, 5, 24), cos, sin, ints(1, 2)).shape == (2, 0, 5, 24)
+    x, table_ = randn(2, 4, 2, 16), table(16, 16)
     for first in (0, 12):
-        assert torch.equal(rotary(x, cos, sin, first), rotary(x, cos, sin, ints(first, first)))
-    assert rotary(randn(0, 4, 2, 16), cos, sin, 3).shape == (0, 4, 2, 16)
-    assert rotary(randn(2, 0, 2, 16), cos, sin, 99).shape == (2, 0, 2, 16)
-
-
-# ---- appending, attention over a cache ---------------------------------------------------------------------
+        assert torch.equal(rotary(x, *table_, first), rotary(x, *table_, ints(first, first)))
+    for batch, seqlen, first in ((0, 3, ints()), (2, 0, ints(1, 2)), (0, 4, 3), (2, 0, 99)):
+        assert rotary(randn(batch, seqlen, 5, 24), *table_, first).shape == (batch, seqlen, 5, 24)
 
 
 class Cache:
@@ -58,96 +57,57 @@ SIDES = st.one_of(st.none(), st.integers(0, 9))
 @settings(max_examples=200)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 18)), min_size=1, max_size=5),
-    packed=st.booleans(),
     seqlen_q=st.integers(1, 4),
     kind=st.sampled_from(KINDS),
     dtype=st.sampled_from((torch.float16, torch.bfloat16, torch.float32, torch.float64)),
     around=st.tuples(st.integers(0, 2), st.integers(0, 2)),
-    laid=st.sampled_from(("contiguous", "heads first", "wider", "one row for all")),
     rotated=st.sampled_from((None, "cache_seqlens", "rotary_seqlens", "an int")),
-    alike=st.booleans(),
-    padded=st.booleans(),
-    appended=st.booleans(),
-    interleaved=st.booleans(),
-    bounded=st.booleans(),
-    options=st.fixed_dictionaries(
-        {"causal": st.sampled_from((False, True, "top-left"))},
-        optional={
-            "window": st.tuples(SIDES, SIDES), "softcap": st.just(3.0), "num_splits": st.integers(1, 4),
-        },
-    ),
+    options=st.fixed_dictionaries({"causal": st.sampled_from((False, True, "top-left"))}, optional={
+        "window": st.tuples(SIDES, SIDES), "softcap": st.just(3.0), "num_splits": st.integers(1, 4)}),
+    **dict.fromkeys(("packed", "alike", "padded", "appended", "interleaved", "bounded"), st.booleans()),
 )  # fmt: skip
-def test_a_step_is_attention_over_old_and_new_keys(
-    lengths, packed, seqlen_q, kind, dtype, around, laid, rotated, alike, padded, appended, interleaved,
-    bounded, options,
-):  # fmt: skip
-    """Of sequences that are packed, rows around which are nobody's, or of a batch. ``alike``: all as long."""
+def test_a_step_is_an_append_and_attention_over_the_cache(
+    lengths, packed, seqlen_q, kind, dtype, around, rotated, alike, padded, appended, interleaved, bounded, options
+):
+    """Of sequences that are packed, rows around which are nobody's, or of a batch. ``alike``: all as long.
+
+    test_parity_helpers.py has the append, and a step, beside fp64; test_cpu.py has attention.
+    """
     counts, before = zip(*lengths, strict=True)
     batch = len(lengths)
     counts, before = counts if packed else (4,) * batch, before[:1] * batch if alike else before
     cache, expected = (Cache(kind, dtype, (16, 8), batch) for _ in range(2))
-    begins = [around[0] * packed + sum(counts[:b]) for b in range(batch + 1)]
-    #: Of new keys, and of queries: the row, its sequence, and its number there.
-    keys = [(begins[b] + i, b, i) for b in range(batch) for i in range(counts[b])]
-    queries = keys if packed else [(b * seqlen_q + i, b, i) for b in range(batch) for i in range(seqlen_q)]
-
-    def drawn(rows: int, heads: int, dim: int, seed: int) -> Tensor:
-        if laid == "heads first":
-            return randn(heads, rows, dim, dtype=dtype, seed=seed).transpose(0, 1)
-        if laid == "one row for all":
-            return randn(1, heads, dim, dtype=dtype, seed=seed).expand(rows, -1, -1)
-        return randn(rows, heads, dim + 8 * (laid == "wider"), dtype=dtype, seed=seed)[..., :dim]
-
-    new_rows = begins[-1] + around[1] * packed
-    q = drawn(new_rows if packed else len(queries), 6, 16, 7)
-    k, v = drawn(new_rows, 2, 16, 8), drawn(new_rows, 2, 8, 9)
-    used = ints(*before)
-    pads = used // 2 if padded else None
-    first = used if pads is None else used - pads
-    said: dict[str, Any] = {"leftpad_k": pads, **cache.places}
-    if rotated and appended:
-        cos, sin = table(40, 8)
-        said |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
-        if rotated != "cache_seqlens":
-            first = ints(*([7] * batch if rotated == "an int" else [30 - n for n in counts]))
-            said["rotary_seqlens"] = 7 if rotated == "an int" else first
-    packing: dict[str, Any] = {"cu_seqlens_q": ints(*begins)} if packed else {}
-    bounds = {"max_seqlen_q": max(counts)} if bounded and packed else {}
+    begins = [around[0] + sum(counts[:b]) for b in range(batch + 1)]
+    rows = (begins[-1] + around[1],) if packed else (batch, 4)
+    q = randn(*(rows if packed else (batch, seqlen_q)), 6, 16, dtype=dtype, seed=7)
+    k, v = (randn(*rows, 2, dim, dtype=dtype, seed=dim) for dim in (16, 8))
+    used, rotation, bounds = ints(*before), {}, {}
+    said: dict[str, Any] = {"leftpad_k": used // 2 if padded else None, **cache.places}
+    if packed:
+        said["cu_seqlens_q"] = ints(*begins)
+        bounds = {"max_seqlen_q": max(counts)} if bounded else {}
     if bounded:
         bounds["max_seqlen_k"] = max(a + b * appended for a, b in zip(before, counts, strict=True))
-    shaped = (x if packed else x.unflatten(0, (batch, -1)) for x in (q, k, v))
-    given_q, *new = shaped
-    output, lse = with_kv_cache(
-        given_q, cache.k_cache, cache.v_cache, *(new if appended else ()), **said, **packing, **bounds,
-        **options, cache_seqlens=before[0] if alike else used, return_lse=True,
+    if rotated and appended:
+        rotation = dict(zip(("rotary_cos", "rotary_sin"), table(40, 8), strict=True))
+        rotation["rotary_interleaved"] = interleaved
+        first = {"cache_seqlens": None, "rotary_seqlens": ints(*(30 - n for n in counts)), "an int": 7}[rotated]
+        rotation["rotary_seqlens"] = first
+    found = with_kv_cache(
+        q, cache.k_cache, cache.v_cache, *((k, v) if appended else ()), **said, **rotation, **bounds, **options,
+        cache_seqlens=before[0] if alike else used, return_lse=True,
     )  # fmt: skip
-    if "rotary_cos" in said:
-        bounds_of_window = options.get("window", ())
+    caches = expected.k_cache, expected.v_cache
+    if rotation:
         # Or all queries stand at the first position.
-        moves = options["causal"] is not False or any(side not in (None, -1) for side in bounds_of_window)
-
-        def turned(x: Tensor, rows: list[tuple[int, int, int]], step: int) -> Tensor:
-            index = [row for row, _, _ in rows]
-            positions = ints(*(int(first[b]) + i * step for _, b, i in rows))
-            found = x.clone()
-            found[index] = rotary(x[index][:, None], cos, sin, positions, interleaved=interleaved)[:, 0]
-            return found
-
-        q, k = turned(q, queries, moves), turned(k, keys, 1)
+        moves = options["causal"] is not False or any(side is not None for side in options.get("window", ()))
+        rotation |= {"query": q, "advance_query": moves}
+        rotation["rotary_seqlens"] = ints(*[7] * batch) if rotated == "an int" else first
     if appended:
-        at = [cache.places.get(name) for name in ("cache_batch_idx", "page_table")]
-        found = places(used, list(counts), expected.k_cache.shape[1], expected.k_cache.shape[0], *at)
-        assert len(found) == len(keys)
-        for row, b, i in keys:
-            place = found[b, i]
-            expected.k_cache[place], expected.v_cache[place] = k[row], v[row]
-    assert torch.equal(cache.k_cache, expected.k_cache) and torch.equal(cache.v_cache, expected.v_cache)
-    causal = {False: "none", True: "bottom-right"}.get(options.pop("causal"), "top-left")
-    oracle_features.compare(
-        output, lse, q if packed else q.unflatten(0, (batch, -1)), cache.k_cache, cache.v_cache,
-        causal=causal, product_error=16.0, **options, **cache.places, **packing,
-        seqused_k=used + ints(*counts) * appended, leftpad_k=pads,
-    ).check()  # fmt: skip
+        turned, used = append_kv_(*caches, k, v, used, **said, **rotation)
+        q = turned if rotation else q
+    wanted = cutlass_fmha.attention(q, *caches, **said, **bounds, **options, seqused_k=used, return_lse=True)
+    assert all(map(torch.equal, (*found, cache.k_cache, cache.v_cache), (*wanted, *caches)))
 
 
 def test_a_cache_that_says_no_length_is_full():
@@ -156,50 +116,21 @@ def test_a_cache_that_says_no_length_is_full():
     assert torch.equal(whole, cutlass_fmha.attention(q, cache.k_cache, cache.v_cache, causal=True, softcap=3.0))
 
 
-# ---- what torch expects of an op ---------------------------------------------------------------------------
-
-
 def test_opcheck_passes():
     cos, sin = table(30, 12)
     x = randn(3, 5, 2, 16)
     heads_first = x.transpose(1, 2).contiguous().transpose(1, 2)
+    check = torch.library.opcheck
     for laid, said in ((x, {}), (heads_first, {"interleaved": True})):
-        torch.library.opcheck(torch.ops.cutlass_fmha.rotary.default, (laid, cos, sin, ints(0, 1, 2)), said)
+        check(torch.ops.cutlass_fmha.rotary.default, (laid, cos, sin, ints(0, 1, 2)), said)
+    rotation = {"query": randn(3, 2, 6, 16), "rotary_cos": cos, "rotary_sin": sin}
+    packed = rotation | {"cu_seqlens_q": ints(0, 4, 4, 15), "query": randn(15, 6, 16)}
     for kind in KINDS:
         cache = Cache(kind)
-        tensors = (cache.k_cache, cache.v_cache, x, randn(3, 5, 2, 16), ints(0, 5, 19))
-        torch.library.opcheck(append_kv_.default, tensors, cache.places)
-        rotation = {"query": randn(3, 2, 6, 16), "rotary_cos": cos, "rotary_sin": sin}
-        torch.library.opcheck(append_kv_.default, tensors, cache.places | rotation)
-        packed = {"cu_seqlens_q": ints(0, 4, 4, 15), "query": randn(15, 6, 16)}
-        tensors = (*tensors[:2], x.flatten(0, 1), randn(15, 2, 16), ints(0, 5, 9))
-        torch.library.opcheck(append_kv_.default, tensors, cache.places | rotation | packed)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_step_compiles_whole_and_writes_the_cache(packed: bool):
-    cache, other, (cos, sin) = Cache("pages"), Cache("pages"), table(24, 16)
-    q, key, value = randn(3, 2, 6, 16, seed=7), randn(3, 2, 2, 16, seed=8), randn(3, 2, 2, 16, seed=9)
-    options = dict(cache.places)
-    if packed:
-        q, key, value = q.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
-        options |= {"cu_seqlens_q": ints(0, 1, 5, 6), "max_seqlen_q": 4, "max_seqlen_k": 21}
-
-    def step(k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> Tensor:
-        output = with_kv_cache(
-            q, k_cache, v_cache, key, value, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths,
-            causal=True, **options,
-        )  # fmt: skip
-        assert isinstance(output, Tensor)
-        return output + k_cache.sum()
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    found = compiled(cache.k_cache, cache.v_cache, ints(0, 5, 19))
-    torch.testing.assert_close(found, step(other.k_cache, other.v_cache, ints(0, 5, 19)))
-    assert torch.equal(cache.k_cache, other.k_cache) and torch.equal(cache.v_cache, other.v_cache)
-
-
-# ---- past the dispatcher -----------------------------------------------------------------------------------
+        caches = (cache.k_cache, cache.v_cache)
+        for said in ({}, rotation):
+            check(append_kv_.default, (*caches, x, randn(3, 5, 2, 16), ints(0, 5, 19)), cache.places | said)
+        check(append_kv_.default, (*caches, x.flatten(0, 1), randn(15, 2, 16), ints(0, 5, 9)), cache.places | packed)
 
 
 class Launches(list[tuple[int, dict[str, Any]]]):
@@ -231,25 +162,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     plan.clear()
 
 
-class Turn(NamedTuple):
-    """A decoding step, and what else it says."""
-
-    tensors: tuple[Tensor, ...]
-    said: dict[str, Any]
-
-    def __call__(self, **more: Any) -> Any:
-        return with_kv_cache(*self.tensors, **self.said, **more)
-
-    def on_gpu(self) -> Turn:
-        said = {name: x.as_subclass(LooksLikeCuda) if isinstance(x, Tensor) else x for name, x in self.said.items()}
-        return Turn(tuple(x.as_subclass(LooksLikeCuda) for x in self.tensors), said)
-
-
-def turn(seqlen_q: int = 1, appended: bool = True, kind: str = "contiguous", **said: Any) -> Turn:
+def turn(seqlen_q: int = 1, appended: bool = True, kind: str = "contiguous", **said: Any) -> Step:
+    """A decoding step of three sequences."""
     cache = Cache(kind, torch.float16, (64, 64))
-    q, k, v = (randn(3, seqlen_q, heads, 64, dtype=torch.float16) for heads in (6, 2, 2))
-    new = (k, v) if appended else ()
-    return Turn((q, cache.k_cache, cache.v_cache, *new), {"cache_seqlens": ints(0, 5, 9), **cache.places, **said})
+    q, *new = (randn(3, seqlen_q, heads, 64, dtype=torch.float16) for heads in (6, 2, 2))
+    said |= {"cache_seqlens": ints(0, 5, 9), **cache.places}
+    return functools.partial(with_kv_cache, q, cache.k_cache, cache.v_cache, *(new if appended else ()), **said)
+
+
+def on_gpu(step: Step) -> Step:
+    args, said = tree_map_only(Tensor, lambda x: x.as_subclass(LooksLikeCuda), (step.args, step.keywords))
+    return functools.partial(with_kv_cache, *args, **said)
+
+
+def with_query(q: Tensor, step: Step) -> Step:
+    return functools.partial(with_kv_cache, q, *step.args[1:], **step.keywords)
 
 
 COS, SIN = table(40, 32)
@@ -263,7 +190,7 @@ TURNS = {
     "rotated": turn(2, rotary_cos=COS, rotary_sin=SIN, causal=True),
     "rotated, from there": turn(rotary_cos=COS, rotary_sin=SIN, rotary_interleaved=True, rotary_seqlens=ints(1, 2, 3)),
     "as it is": turn(appended=False),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TURNS)
@@ -271,14 +198,14 @@ def test_a_step_by_a_plan_launches_what_the_ops_do(name: str, launched: Launches
     with monkeypatch.context() as by_ops:
         by_ops.setattr(dispatcher, "simulated", lambda: True)
         expected = TURNS[name]()
-    through_dispatcher, step = list(launched), TURNS[name].on_gpu()
+    through_dispatcher, step = list(launched), on_gpu(TURNS[name])
     assert len(through_dispatcher) == 1 + (name != "as it is")
     for op in ("append_kv_", "attend"):
         monkeypatch.setattr(torch.ops.cutlass_fmha, op, None)
+    rotated = {"q"} if "rotated" in name else set()
     for _ in range(2):
         launched.clear()
         found = step()
-        rotated = {"q"} if "rotated" in name else set()
         for (row, said), (own_row, own) in zip(launched, through_dispatcher, strict=True):
             assert row == own_row and {x for x in said if said[x] != own[x]} <= rotated
         outputs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
@@ -289,13 +216,12 @@ def test_a_step_by_a_plan_launches_what_the_ops_do(name: str, launched: Launches
 
 def test_what_differs_is_another_plan(launched: Launches):
     """And what differs from call to call is in none."""
-    step = TURNS["rotated"].on_gpu()
-    q = step.tensors[0]
+    step = on_gpu(TURNS["rotated"])
+    q = step.args[0]
     for said, kept in (({}, 1), ({"scale": 2.0}, 1), ({"softcap": 1.0}, 2), ({"rotary_interleaved": True}, 3)):
         step(**said)
         assert len(plan._plans) == kept, said
-    moved = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).as_subclass(LooksLikeCuda)
-    Turn((moved, *step.tensors[1:]), step.said)()
+    with_query(torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).as_subclass(LooksLikeCuda), step)()
     assert len(plan._plans) == 4
     with pytest.raises(TypeError, match="rotary_interleaved must be a bool, got int"):
         step(rotary_interleaved=1)
@@ -304,14 +230,14 @@ def test_what_differs_is_another_plan(launched: Launches):
 
 
 def test_numbers_of_a_step_are_checked_at_each_call(launched: Launches):
-    tensors, said = TURNS["rotated"].on_gpu()
-    for used, position in ((7, 3), (8, None)):
-        Turn(tensors, {**said, "cache_seqlens": used, "rotary_seqlens": position})()
-    Turn(tensors, said)()
+    step = on_gpu(TURNS["rotated"])
+    step(cache_seqlens=7, rotary_seqlens=3)
+    step(cache_seqlens=8, rotary_seqlens=None)
+    step()
     assert len(launched) == 6 and len(plan._plans) == 2  # of tensors, with and without positions
     for used, position, sentence in ((23, 3, "leave room for 2 new rows among the 24"), (7, 39, "has position 40")):
         with pytest.raises(ValueError, match=sentence):
-            Turn(tensors, {**said, "cache_seqlens": used, "rotary_seqlens": position})()
+            step(cache_seqlens=used, rotary_seqlens=position)
     assert len(launched) == 6
 
 
@@ -322,15 +248,14 @@ def test_a_step_that_something_listens_to_goes_through_the_dispatcher(launched: 
 
     Mode = type("Mode", (TorchDispatchMode,), {"__torch_dispatch__": heard})
     FunctionMode = type("FunctionMode", (torch.overrides.TorchFunctionMode,), {"__torch_function__": heard})
-    for listener in (Mode, FunctionMode):
-        step, seen = TURNS["rotated"].on_gpu(), []
+    step = on_gpu(TURNS["rotated"])
+    for listener, overload in ((Mode, ".default"), (FunctionMode, "")):
+        seen: list[str] = []
         with listener():
             output = step()
         assert launched == [] and torch.isfinite(output).all()
-        assert [each for each in seen if "cutlass_fmha" in each] == [
-            f"cutlass_fmha.{op}{'.default' if listener is Mode else ''}" for op in ("append_kv_", "attend")
-        ]
-    step = TURNS["rotated"].on_gpu()
+        ours = [each for each in seen if "cutlass_fmha" in each]
+        assert ours == [f"cutlass_fmha.{op}{overload}" for op in ("append_kv_", "attend")]
     for listener in (torch.profiler.profile, forward_ad.dual_level):
         with listener():
             step()
@@ -338,11 +263,10 @@ def test_a_step_that_something_listens_to_goes_through_the_dispatcher(launched: 
     with torch.autocast("cpu", torch.float16):
         step()  # attention's part was done before: of the append alone the op is asked
     assert len(launched) == 1 and "softcap" in launched.pop()[1]
-    frozen = Turn((step.tensors[0].detach().requires_grad_(), *step.tensors[1:]), step.said)
     with pytest.raises(NotImplementedError, match="no backward"):
-        frozen()
+        with_query(step.args[0].detach().requires_grad_(), step)()
     with pytest.raises(RuntimeError, match="Batching rule not implemented for cutlass_fmha::append_kv_"):
-        torch.vmap(lambda q: Turn((q, *step.tensors[1:]), step.said)())(step.tensors[0][None])
+        torch.vmap(lambda q: with_query(q, step)())(step.args[0][None])
     assert launched == []
     step()
     assert len(launched) == 2
@@ -352,18 +276,17 @@ def test_a_step_that_something_listens_to_goes_through_the_dispatcher(launched: 
 def test_a_step_counts_its_writes_once(said: dict[str, Any], launched: Launches):
     """As autograd does it: whoever saved a cache for a backward is told."""
     for _ in range(2):
-        step = turn(**said).on_gpu()
-        versions = [x._version for x in step.tensors]
+        step = on_gpu(turn(**said))
+        versions = [x._version for x in step.args]
         step()
-        assert [x._version for x in step.tensors] == [a + b for a, b in zip(versions, (0, 1, 1, 0, 0), strict=True)]
-    cache = step.tensors[1]
+        assert [x._version - before for x, before in zip(step.args, versions, strict=True)] == [0, 1, 1, 0, 0]
     weight = torch.ones(64, dtype=torch.float16, requires_grad=True)
-    product = (weight.as_subclass(LooksLikeCuda) * cache).sum()
+    product = (weight.as_subclass(LooksLikeCuda) * step.args[1]).sum()
     step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
     with torch.inference_mode():
-        Turn(tuple(x.clone() for x in step.tensors), step.said)()
+        functools.partial(with_kv_cache, *(x.clone() for x in step.args), **step.keywords)()
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])

@@ -15,23 +15,28 @@ from cutlass_fmha import nn
 X = torch.randn(2, 4, 16)
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+def close(found: object, wanted: object) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def check_with_gradients(layer: torch.nn.Module, x: torch.Tensor, found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Results, gradients of ``x`` beside them, and that each weight has one."""
+    close(found, wanted)
+    close(*(torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0] for y in (found, wanted)))
+    found.sum().backward()
+    assert all(weight.grad is not None for weight in layer.parameters())
 
 
 @pytest.mark.parametrize(("shape", "offset"), [((24,), 0.0), ((24,), 1.0), ((3, 8), 0.0)])
 def test_rms_norm_is_torchs(shape: tuple[int, ...], offset: float):
-    ours = nn.RMSNorm(shape, weight_offset=offset, dtype=torch.float32)
-    theirs = torch.nn.RMSNorm(shape)
+    ours, theirs = nn.RMSNorm(shape, weight_offset=offset, dtype=torch.float32), torch.nn.RMSNorm(shape)
     x, residual = torch.randn(2, 2, 5, *shape).unbind()
     close(ours(x), theirs(x))  # as they are made
     with torch.no_grad():
         theirs.weight.normal_()
         ours.weight.copy_(theirs.weight - offset)
     close(ours(x), theirs(x))
-    out, total = ours(x, residual)
-    close(total, x + residual)
-    close(out, theirs(x + residual))
+    close(ours(x, residual), (theirs(x + residual), x + residual))
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     close(nn.RMSNorm(shape, 1e-5, False)(x), torch.nn.RMSNorm(shape, 1e-5, False)(x))
 
@@ -50,11 +55,7 @@ def test_swiglu_takes_and_gives_a_checkpoints_names(activation: str, bias: bool)
     gates = {"silu": functional.silu, "gelu": functional.gelu}
     gated = gates.get(activation, lambda g: functional.gelu(g, approximate="tanh"))(gate) * up
     wanted = functional.linear(gated, parts["down_proj.weight"], parts.get("down_proj.bias"))
-    close(other(x), wanted)
-    one, two = (torch.autograd.grad(y.square().sum(), x)[0] for y in (other(x), wanted))
-    close(one, two)
-    other(x).sum().backward()
-    assert all(weight.grad is not None for weight in other.parameters())
+    check_with_gradients(other, x, other(x), wanted)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused():
@@ -129,18 +130,19 @@ def dense(layer: nn.Attention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Te
     """The same in torch's words, over the names of a checkpoint."""
     state = layer.state_dict()
 
+    def projected(name: str, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, state[f"{name}_proj.weight"], state.get(f"{name}_proj.bias"))
+
     def heads(name: str) -> torch.Tensor:
-        y = functional.linear(x, state[f"{name}_proj.weight"], state.get(f"{name}_proj.bias"))
-        y = y.unflatten(-1, (-1, layer.head_dim))
+        y = projected(name, x).unflatten(-1, (-1, layer.head_dim))
         if f"{name}_norm.weight" in state:
             y = functional.rms_norm(y, (layer.head_dim,), state[f"{name}_norm.weight"], 1e-6)
         if name != "v":
             y = rotate(y, cos, sin, torch.arange(x.shape[1]).expand(x.shape[:2]), False).to(y)
         return y.transpose(1, 2)
 
-    q, k, v = map(heads, "qkv")
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return functional.linear(out.transpose(1, 2).flatten(2), state["o_proj.weight"], state.get("o_proj.bias"))
+    out = functional.scaled_dot_product_attention(*map(heads, "qkv"), is_causal=True, enable_gqa=True)
+    return projected("o", out.transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -155,11 +157,7 @@ def test_attention_is_dense_attention_whole_and_step_by_step(qk_norm: bool, bias
     table = nn.rotary_table(16, 16, 100.0)
     x = torch.randn(2, 7, 32, requires_grad=True)
     wanted = dense(layer, x, *table)
-    found = layer(x, table)
-    close(found, wanted)
-    close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, wanted)))
-    layer(x, table).sum().backward()
-    assert all(weight.grad is not None for weight in layer.parameters())
+    check_with_gradients(layer, x, layer(x, table), wanted)
     cache = nn.KVCache(2, 16, 2, 16)
     with torch.no_grad():
         steps = [layer(part, table, cache) for part in x.split([4, 1, 1, 1], 1)]
@@ -168,10 +166,10 @@ def test_attention_is_dense_attention_whole_and_step_by_step(qk_norm: bool, bias
 
 
 def test_dropout_is_for_training_and_arguments_go_on():
-    layer = nn.Attention(32, 4, dropout=0.5)
-    x = torch.randn(1, 64, 32)
-    close(layer.eval()(x), layer(x))
+    layer, x = nn.Attention(32, 4, dropout=0.5), torch.randn(1, 64, 32)
+    wide = layer.eval()(x)
+    close(wide, layer(x))
     assert not torch.equal(layer.train()(x), layer(x))
-    wide, narrow = layer.eval()(x), layer(x, window=(3, 0))
+    narrow = layer.eval()(x, window=(3, 0))
     close(wide[:, :4], narrow[:, :4])
     assert (wide - narrow)[:, 4:].abs().max() > 1e-3

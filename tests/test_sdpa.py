@@ -7,8 +7,8 @@ import functools
 import inspect
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,10 +16,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
 from tensors import ints, randn
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -109,9 +108,6 @@ def test_autocast_casts_and_inference_mode_has_its_own_key():
     assert sdpa.counts == {NAME: 1}
 
 
-# ---- compiled graphs, modules ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "mode",
     [
@@ -136,31 +132,20 @@ def test_a_graph_compiled_in_the_block_holds_our_op_and_others_dont(mode: Callab
 
 def compiled(tensors: list[Tensor]) -> tuple[list[Tensor], list[str]]:
     """Of a new compilation, the results, gradients too where they are enabled, and the graphs."""
-    graphs: list[str] = []
-
-    def boxed(module: Any, example: Any) -> Any:
-        graphs.append(str(module.graph))
-        return make_boxed_func(module.forward)
-
-    backend = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, inference_compiler=boxed)
+    backend = AotEagerAndRecordGraphs()
     call = torch.compile(F.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend=backend)
     found = results(call, tensors) if torch.is_grad_enabled() else [call(*(x.detach() * 1 for x in tensors))]
-    return found, graphs
+    return found, [str(module.graph) for module in (*backend.fw_graphs, *backend.bw_graphs)]
 
 
 def test_torchs_files_of_graphs_tell_ours_from_torchs_in_all_threads():
     """Where torch has a tag: README and docs/sdpa.md say what an older one lacks."""
     tags: list[str] = []
-
-    def look() -> None:
-        thread = threading.Thread(target=lambda: tags.append(getattr(torch.compiler.config, "cache_key_tag", "")))
-        thread.start()
-        thread.join()
-
-    for device_types in ("cpu", ("cuda", "cpu")):
-        look()
-        with sdpa(device_types):
-            look()
+    with ThreadPoolExecutor(1) as other:
+        for device_types in ("cpu", ("cuda", "cpu")):
+            for block in (contextlib.nullcontext(), sdpa(device_types)):
+                with block:
+                    tags.append(other.submit(getattr, torch.compiler.config, "cache_key_tag", "").result())
     assert len({*tags}) == (1 if private_torch._tag is None else 3) and tags[0] == tags[2]
 
 
@@ -179,19 +164,15 @@ def test_torchs_modules_run_ours(training: bool, padded: bool, place: str, dtype
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 4, dim_feedforward=32, dropout=0.0, batch_first=True)
     module = nn.TransformerEncoder(layer, 2).train(training).to(place, dtype)
-    x = randn(2, 7, 64).to(place, dtype)
-    mask = (torch.arange(7) >= ints(7, 4)[:, None]).to(place) if padded else None
-    counted = ~mask if mask is not None else torch.ones(2, 7, dtype=torch.bool, device=place)
+    x, counted = randn(2, 7, 64).to(place, dtype), (torch.arange(7) < ints(7, 4 if padded else 7)[:, None]).to(place)
+    call = functools.partial(module, x, src_key_padding_mask=~counted if padded else None)
     with torch.set_grad_enabled(training):
-        want = module(x, src_key_padding_mask=mask)
+        want = call()
         with sdpa(place):
-            found = module(x, src_key_padding_mask=mask)
+            found = call()
     torch.testing.assert_close(found[counted], want[counted], rtol=tolerance, atol=tolerance / 10)
     assert sdpa.counts == {NAME: 2} and not sdpa.declined
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-# ---- what goes on to torch ---------------------------------------------------------------------------------
 
 
 def of_itself(q: Tensor) -> Tensor:
@@ -209,18 +190,15 @@ def in_forward_mode(q: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(
-    ("call", "reason"),
-    [
-        (torch.func.grad(lambda q: of_itself(q).sum()), "torch.func transforms the call"),
-        (torch.vmap(of_itself), "torch.func transforms the call"),
-        (nested, "tensors are nested, in the strided layout"),
-        (in_forward_mode, "gradients are in forward mode"),
-        (sdpa_kernel(SDPBackend.MATH)(of_itself), "FLASH_ATTENTION, whose place it takes, is switched off"),
-        (lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=1.0), "dropout_p must be at least 0"),
-        (lambda q: F.scaled_dot_product_attention(q, q, q, torch.zeros(9, dtype=torch.float64)), "attn_mask"),
-    ],
-)
+@pytest.mark.parametrize(("call", "reason"), [
+    (torch.func.grad(lambda q: of_itself(q).sum()), "torch.func transforms the call"),
+    (torch.vmap(of_itself), "torch.func transforms the call"),
+    (nested, "tensors are nested, in the strided layout"),
+    (in_forward_mode, "gradients are in forward mode"),
+    (sdpa_kernel(SDPBackend.MATH)(of_itself), "FLASH_ATTENTION, whose place it takes, is switched off"),
+    (lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=1.0), "dropout_p must be at least 0"),
+    (lambda q: F.scaled_dot_product_attention(q, q, q, torch.zeros(9, dtype=torch.float64)), "attn_mask"),
+])  # fmt: skip
 def test_what_is_declined_is_torchs_with_one_line_in_the_log(
     call: Callable[[Tensor], Tensor], reason: str, caplog: pytest.LogCaptureFixture
 ):
@@ -250,15 +228,18 @@ def test_a_call_that_was_refused_is_not_tried_again_and_others_are(monkeypatch: 
             raise NotImplementedError("no gradients")
         return real(query, *given)
 
+    def call(x: Tensor, dropout_p: float = 0.0) -> None:
+        F.scaled_dot_product_attention(x, x, x, dropout_p=dropout_p)
+
     monkeypatch.setattr(composite, NAME, ours)
     q, leaf = randn(*Q), randn(*Q).requires_grad_()
     with sdpa("cpu"):
         for dropout_p in (1.0, 1.0, 0.0, 1.0):
-            F.scaled_dot_product_attention(q, q, q, dropout_p=dropout_p)
-        F.scaled_dot_product_attention(q[:, :2], q[:, :2], q[:, :2], dropout_p=1.0)
-        F.scaled_dot_product_attention(leaf, leaf, leaf)
-        torch.no_grad()(F.scaled_dot_product_attention)(leaf, leaf, leaf)
-        F.scaled_dot_product_attention(leaf.detach(), leaf.detach(), leaf.detach())
+            call(q, dropout_p)
+        call(q[:, :2], 1.0)
+        call(leaf)
+        torch.no_grad()(call)(leaf)
+        call(leaf.detach())
     assert tried == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
 
 
@@ -269,9 +250,6 @@ def test_other_devices_calls_are_torchs_without_a_word():
     with sdpa("cuda"):
         assert all(map(torch.equal, [call(randn(*Q)) for call in calls], want))
     assert not sdpa.counts and not sdpa.declined
-
-
-# ---- on and off --------------------------------------------------------------------------------------------
 
 
 def has(name: str, key: str) -> bool:
@@ -305,11 +283,10 @@ def test_tensors_of_a_gpu_reach_us():
 
 @with_registry
 def test_torchs_registry_knows_us_and_who_was_active_before_is_again():
-    other = SimpleNamespace(alive=False)
-    other.remove = functools.partial(setattr, other, "alive", False)
-
     from torch.nn import attention
 
+    other = SimpleNamespace(alive=False)
+    other.remove = functools.partial(setattr, other, "alive", False)
     attention.register_flash_attention_impl("other", register_fn=lambda: vars(other).update(alive=True) or other)
     attention.activate_flash_attention_impl("other")
     with sdpa("cpu"):
@@ -320,9 +297,6 @@ def test_torchs_registry_knows_us_and_who_was_active_before_is_again():
     attention.restore_flash_attention_impl()
     assert sdpa.enabled == () and has("_flash_attention_forward", "CUDA") == (torch.version.cuda is not None)
     attention._registry._FLASH_ATTENTION_IMPLS.pop("other")
-
-
-# ---- the ops of torch's flash backend ----------------------------------------------------------------------
 
 
 @with_registry
@@ -354,45 +328,39 @@ def test_the_flash_op_gives_attention_its_gradients_and_torchs_layout(transposed
 def test_packed_sequences_of_torchs_varlen_attn_are_ours(
     window: tuple[int, int], place: str, dtype: torch.dtype, tolerance: float
 ):
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+    from torch.nn.attention import varlen
 
-    known = inspect.signature(varlen_attn).parameters  # torch 2.11 knows less
+    known = inspect.signature(varlen.varlen_attn).parameters  # torch 2.11 knows less
     if "window_size" not in known:
         pytest.skip("varlen_attn of this torch has no window_size")
+    options = {n: x for n, x in (("window_size", window), ("enable_gqa", True), ("scale", 0.3)) if n in known}
     key = (12, 2 if "enable_gqa" in known else 4, 32)
     tensors = [x.detach().to(place, dtype).requires_grad_() for x in leaves((10, 4, 32), key, key)]
     cu_q, cu_k = ints(0, 4, 10).to(place), ints(0, 5, 12).to(place)
-    given = (cu_q, cu_k, 6, 7)
-    options: dict[str, Any] = {"window_size": window}
-    options |= {name: x for name, x in (("enable_gqa", True), ("scale", 0.3)) if name in known}
-    causal = window == (-1, 0)
-    ours = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "window": window, "causal": causal}
-    ours |= {"scale": options.get("scale")}
-    want = results(lambda *x: cutlass_fmha.attention(*x, **ours), tensors)
+    given, plain = (cu_q, cu_k, 6, 7), [x.detach() for x in tensors]
+    same = {"cu_seqlens_q": cu_q, "window": window, "causal": window == (-1, 0), "scale": options.get("scale")}
+    ours = functools.partial(cutlass_fmha.attention, **same)
+    want = results(functools.partial(ours, cu_seqlens_k=cu_k), tensors)
     with sdpa(place), torch.autocast(place, torch.bfloat16):  # which has no say in these ops
-        found = results(lambda *x: varlen_attn(*x, *given, **options), tensors)
-        plain = [x.detach() for x in tensors]
-        out, lse = varlen_attn(*plain, *given, return_aux=AuxRequest(lse=True), **options)
+        found = results(lambda *x: varlen.varlen_attn(*x, *given, **options), tensors)
+        out, lse = varlen.varlen_attn(*plain, *given, return_aux=varlen.AuxRequest(lse=True), **options)
     torch.testing.assert_close(found, want, rtol=tolerance / 10, atol=tolerance / 10)
     torch.testing.assert_close(out, want[0])
-    torch.testing.assert_close(lse, cutlass_fmha.attention(*plain, return_lse=True, **ours)[1])
+    torch.testing.assert_close(lse, ours(*plain, cu_seqlens_k=cu_k, return_lse=True)[1])
     assert sdpa.counts == {"_flash_attention_forward": 2, "_flash_attention_backward": 1}
     if "block_table" not in known:
         return
-    from torch.nn.attention.varlen import varlen_attn_out
-
     again = torch.empty_like(out)
     with sdpa(place):
-        varlen_attn_out(again, *plain, *given, **options)
+        varlen.varlen_attn_out(again, *plain, *given, **options)
     assert torch.equal(again, out) and sdpa.counts["_flash_attention_forward_no_dropout_inplace"] == 1
     of_page = ints(1, 2, 3, 4).view(4, 1, 1, 1).to(place)
     pages = [x[:-8].view(1, 4, key[1], 32).repeat(4, 4, 1, 1) * of_page for x in plain[1:]]
-    paged = {"seqused_k": ints(20, 5).to(place)}, ints(2, 0, 1, 3).view(2, 2).to(place)
+    used, table = ints(20, 5).to(place), ints(2, 0, 1, 3).view(2, 2).to(place)
+    paged = {**options, "seqused_k": used, "block_table": table, "num_splits": 1}
     with sdpa(place):
-        said = {**options, **paged[0], "block_table": paged[1], "num_splits": 1}
-        found = varlen_attn(plain[0], *pages, cu_q, None, 6, 32, **said)
-    ours = {name: x for name, x in ours.items() if name != "cu_seqlens_k"}
-    want = cutlass_fmha.attention(plain[0], *pages, **ours, **paged[0], page_table=paged[1])
+        found = varlen.varlen_attn(plain[0], *pages, cu_q, None, 6, 32, **paged)
+    want = ours(plain[0], *pages, seqused_k=used, page_table=table)
     torch.testing.assert_close(found, want, rtol=tolerance / 10, atol=tolerance / 10)
 
 
@@ -431,10 +399,9 @@ def test_a_flash_op_that_is_declined_is_whose_it_was():
 def test_what_only_the_flash_forward_takes_reaches_attention_and_its_output_lies_as_torchs():
     q, k = (x.detach().transpose(1, 2) for x in leaves(Q, K))
     op = torch.ops.aten._flash_attention_forward.default
-    options = {"alibi_slopes": torch.arange(4) / 4, "num_splits": 2}
-    options = {name: x for name, x in options.items() if name in {x.name for x in op._schema.arguments}}
-    spied = mock.patch.object(flash, "attention", mock.Mock(wraps=flash.attention))
-    with sdpa("cpu"), spied as ours:
+    known = {x.name for x in op._schema.arguments}
+    options = {n: x for n, x in (("alibi_slopes", torch.arange(4) / 4), ("num_splits", 2)) if n in known}
+    with sdpa("cpu"), mock.patch.object(flash, "attention", wraps=flash.attention) as ours:
         out = op(q, k, k, None, None, 9, 13, 0.0, False, False, **options)[0]
     assert {name: ours.call_args.kwargs[name] for name in options} == options
     assert torch.equal(out, cutlass_fmha.attention(q, k, k, **options)) and out.stride() == q.stride()
@@ -447,11 +414,11 @@ def test_a_flash_backward_understands_an_lse_of_torchs_forward_and_is_as_determi
     out, lse = cutlass_fmha.attention(q, k, k, causal=True, return_lse=True)
     theirs = lse.masked_fill(lse == -math.inf, math.inf)
     assert (theirs == math.inf).sum() == 4
-    ours, given = torch.ops.cutlass_fmha, (q, q, k, k, out, theirs, None, None, 5, 3, 0.0, True)
-    spied = mock.patch.object(ours, "attend_backward", mock.Mock(wraps=ours.attend_backward))
-    with sdpa("cpu"), spied as backward:
-        torch.ops.aten._flash_attention_backward(*given, torch.empty(0), torch.empty(0))
+    given = (q, q, k, k, out, theirs, None, None, 5, 3, 0.0, True, torch.empty(0), torch.empty(0))
+    ours = torch.ops.cutlass_fmha
+    with sdpa("cpu"), mock.patch.object(ours, "attend_backward", wraps=ours.attend_backward) as backward:
+        torch.ops.aten._flash_attention_backward(*given)
         assert torch.equal(backward.call_args.args[5], lse) and "deterministic" not in backward.call_args.kwargs
         monkeypatch.setattr(torch, "get_deterministic_debug_mode", lambda: 2)
-        torch.ops.aten._flash_attention_backward(*given, torch.empty(0), torch.empty(0))
+        torch.ops.aten._flash_attention_backward(*given)
     assert backward.call_args.kwargs["deterministic"] is True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -30,23 +31,20 @@ SAID: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 CONTEXT = 10 * PAGE + 4  # SGLang's table has some columns more than a context
 
 
+MODULES = {
+    "base": "layers.attention.base_attn_backend", "registry": "layers.attention.attention_registry",
+    "radix": "layers.radix_attention", "memory": "mem_cache.memory_pool", "swa": "mem_cache.swa_memory_pool",
+    "batch": "model_executor.forward_batch_info", "choices": "arg_groups.choices", "context": "runtime_context",
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def there() -> Iterator[SimpleNamespace]:
     with serving.stand_ins("sglang"):
-        from sglang.srt import runtime_context
-        from sglang.srt.arg_groups import choices
-        from sglang.srt.layers import radix_attention
-        from sglang.srt.layers.attention import attention_registry, base_attn_backend
-        from sglang.srt.mem_cache import memory_pool, swa_memory_pool
-        from sglang.srt.model_executor import forward_batch_info
-
+        theirs = {name: importlib.import_module(f"sglang.srt.{module}") for name, module in MODULES.items()}
         from cutlass_fmha.integrations import sglang_backend as ours
 
-        yield SimpleNamespace(
-            ours=ours, base=base_attn_backend, registry=attention_registry, choices=choices,
-            radix=radix_attention, memory=memory_pool, swa=swa_memory_pool,
-            batch=forward_batch_info, context=runtime_context,
-        )  # fmt: skip
+        yield SimpleNamespace(ours=ours, **theirs)
 
 
 @pytest.fixture(autouse=True)
@@ -56,31 +54,24 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
 
 
 def config(cross: bool = False, head_dim: int = 64) -> dict[str, SimpleNamespace]:
-    model = SimpleNamespace(is_encoder_decoder=cross, dtype=torch.bfloat16, head_dim=head_dim)
-    return {"model_config": model}
+    return {"model_config": SimpleNamespace(is_encoder_decoder=cross, dtype=torch.bfloat16, head_dim=head_dim)}
 
 
 def runner(pool: Any = None, **changed: Any) -> SimpleNamespace:
     given = {
-        **config(),
-        "kv_cache_dtype": torch.bfloat16,
-        "use_mla_backend": False,
+        "kv_cache_dtype": torch.bfloat16, "use_mla_backend": False, "page_size": PAGE, "gpu_id": 0,
         "spec_algorithm": SimpleNamespace(is_speculative=lambda: False),
         "kv_index_translator": SimpleNamespace(is_translating=False),
-        "page_size": PAGE,
-        "gpu_id": 0,
         "token_to_kv_pool": pool,
         "req_to_token_pool": SimpleNamespace(size=8, req_to_token=torch.full((9, CONTEXT), 5, dtype=torch.int32)),
-    }
-    return SimpleNamespace(**{**given, **changed})
+    }  # fmt: skip
+    return SimpleNamespace(**{**config(), **given, **changed})
 
 
 class Serving:
     """A runner's pool with what is cached of some requests, the backend, and their batch."""
 
-    def __init__(
-        self, there: Any, lengths: tuple[tuple[int, int], ...], order: str = "rows", place: str = "cpu"
-    ) -> None:
+    def __init__(self, there: Any, lengths: Any, order: str = "rows", place: str = "cpu") -> None:
         self.there, self.requests, self.place = there, Requests(lengths), place
         r = self.requests
         rows = r.pages * PAGE
@@ -103,8 +94,7 @@ class Serving:
             self.runner.req_to_token_pool.req_to_token[self.places[i], : len(own)] = own.int()
             for copy, where in copies:
                 at = where(own[: r.old[i]])
-                there_are = at >= 0
-                copy.k[at[there_are]], copy.v[at[there_are]] = (x[i][: len(at)][there_are] for x in (r.k, r.v))
+                copy.k[at[at >= 0]], copy.v[at[at >= 0]] = (x[i][: len(at)][at >= 0] for x in (r.k, r.v))
         self.runner = placed(self.runner, place)
         pool = self.runner.token_to_kv_pool
         self.plain = pool.full_kv_pool if order == "window pool" else pool
@@ -118,18 +108,19 @@ class Serving:
         new = [own[old:] for own, old in zip(self.slots, r.old, strict=True)]
         nobody = torch.zeros(padded, dtype=torch.int64)
         batch = self.there.batch.ForwardBatch(
-            forward_mode=self.there.batch.ForwardMode[mode],
-            batch_size=len(r.used) + padded,
-            input_ids=torch.zeros(0),
+            forward_mode=self.there.batch.ForwardMode[mode], batch_size=len(r.used) + padded, input_ids=torch.zeros(0),
             req_pool_indices=torch.cat((self.places, nobody)),
-            seq_lens=torch.cat((torch.tensor(r.used), nobody + 1)),
-            out_cache_loc=torch.cat((*new, nobody)),
-            seq_lens_sum=sum(r.used),
-            extend_seq_lens=torch.tensor(r.new),
-            extend_prefix_lens_cpu=r.old,
-            extend_seq_lens_cpu=r.new,
-        )
+            seq_lens=torch.cat((torch.tensor(r.used), nobody + 1)), seq_lens_sum=sum(r.used),
+            out_cache_loc=torch.cat((*new, nobody)), extend_seq_lens=torch.tensor(r.new),
+            extend_prefix_lens_cpu=r.old, extend_seq_lens_cpu=r.new,
+        )  # fmt: skip
         return placed(batch, self.place)
+
+    def prepared(self, mode: str) -> Any:
+        """A batch that the backend has seen."""
+        batch = self.batch(mode)
+        self.backend.init_forward_metadata(batch)
+        return batch
 
     def inputs(self, padded: int = 0) -> list[Tensor]:
         """q [tokens, heads * head_dim], k and v [tokens, heads, head_dim] of the new rows."""
@@ -155,8 +146,7 @@ def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, length
     layer, kwargs, ours = SAID[what]
     there.ours.calls.clear()
     s = Serving(there, lengths, order, place)
-    batch, expected = s.batch(mode), s.requests.expected(**ours)
-    s.backend.init_forward_metadata(batch)
+    batch, expected = s.prepared(mode), s.requests.expected(**ours)
     assert serving.is_close(s.run(batch, s.layer(**layer), **kwargs), expected)
     assert there.ours.calls.counts == {"decoder": 1}
     if ours:
@@ -170,8 +160,7 @@ def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, length
 
 def test_layers_of_a_batch_do_not_hear_each_other(there: Any):
     s = Serving(there, MIXED)
-    batch = s.batch("MIXED")
-    s.backend.init_forward_metadata(batch)
+    batch = s.prepared("MIXED")
     for what in (*SAID, *reversed(SAID)):
         layer, kwargs, ours = SAID[what]
         assert serving.is_close(s.run(batch, s.layer(**layer), **kwargs), s.requests.expected(**ours)), what
@@ -179,13 +168,12 @@ def test_layers_of_a_batch_do_not_hear_each_other(there: Any):
 
 def test_a_pool_may_get_other_tensors(there: Any):
     s = Serving(there, DECODE)
-    batch, layer, expected = s.batch("DECODE"), s.layer(), s.requests.expected()
-    s.backend.init_forward_metadata(batch)
-    for name in ("", "k", "v"):
-        if name:
-            old = getattr(s.plain, name)
-            setattr(s.plain, name, old.clone())
-            old.fill_(torch.nan)
+    batch, layer, expected = s.prepared("DECODE"), s.layer(), s.requests.expected()
+    assert serving.is_close(s.run(batch, layer), expected)
+    for name in "kv":
+        old = getattr(s.plain, name)
+        setattr(s.plain, name, old.clone())
+        old.fill_(torch.nan)
         assert serving.is_close(s.run(batch, layer), expected)
 
 
@@ -193,8 +181,7 @@ def test_a_pool_may_get_other_tensors(there: Any):
 @pytest.mark.parametrize(("lengths", "mode"), [(MIXED, "EXTEND"), (DECODE, "DECODE")])
 def test_layers_with_windows_have_a_pool_of_their_own(there: Any, lengths: Any, mode: str, place: str):
     s = Serving(there, lengths, "window pool", place)
-    batch = s.batch(mode)
-    s.backend.init_forward_metadata(batch)
+    batch = s.prepared(mode)
     found = s.run(batch, s.layer(layer_id=1, sliding_window_size=8))
     assert serving.is_close(found, s.requests.expected(window=(8, None)))
     assert serving.is_close(s.run(batch, s.layer()), s.requests.expected())
@@ -206,10 +193,8 @@ def test_a_replayed_graph_reads_the_lengths_and_pages_of_now(there: Any, order: 
     """Captured for six sequences of nothing; what the graph recorded of the preparation runs again."""
     s, padded = Serving(there, DECODE, order, place), 2
     layer = s.layer(**({"layer_id": 1, "sliding_window_size": 8} if order == "window pool" else {}))
-    inputs = s.inputs(padded)
     s.backend.init_cuda_graph_state(8, 8)
-    now = s.batch("DECODE", padded)
-    static = s.batch("DECODE", padded)
+    inputs, now, static = s.inputs(padded), s.batch("DECODE", padded), s.batch("DECODE", padded)
     static.seq_lens.fill_(s.backend.get_cuda_graph_seq_len_fill_value())
     for x in (static.req_pool_indices, static.out_cache_loc):
         x.zero_()
@@ -219,15 +204,16 @@ def test_a_replayed_graph_reads_the_lengths_and_pages_of_now(there: Any, order: 
         s.backend.init_forward_metadata_in_graph(static)
         return s.run(static, layer, padded, inputs)
 
+    def addresses() -> list[int]:
+        return [x.data_ptr() for x in vars(s.backend.forward_metadata).values() if isinstance(x, Tensor)]
+
     again = serving.recorded(decode, place)
-    captured = s.backend.forward_metadata
-    addresses = [x.data_ptr() for x in vars(captured).values() if isinstance(x, Tensor)]
+    captured, lie = s.backend.forward_metadata, addresses()
     for name in ("seq_lens", "req_pool_indices", "out_cache_loc"):
         getattr(static, name).copy_(getattr(now, name))
     s.backend.init_forward_metadata_out_graph(static)
     found = again()
-    assert s.backend.forward_metadata is captured
-    assert addresses == [x.data_ptr() for x in vars(captured).values() if isinstance(x, Tensor)]
+    assert s.backend.forward_metadata is captured and addresses() == lie
     said = {"window": (8, None)} if order == "window pool" else {}
     assert serving.is_close(found, s.requests.expected(**said))
 
@@ -235,8 +221,7 @@ def test_a_replayed_graph_reads_the_lengths_and_pages_of_now(there: Any, order: 
 @pytest.mark.parametrize("kind", ["ENCODER_ONLY", "DECODER_BIDIRECTIONAL"])
 def test_prompts_that_see_both_sides(there: Any, kind: str):
     s = Serving(there, tuple((0, new) for _, new in MIXED))
-    batch, attn_type = s.batch("EXTEND"), there.radix.AttentionType[kind]
-    s.backend.init_forward_metadata(batch)
+    batch, attn_type = s.prepared("EXTEND"), there.radix.AttentionType[kind]
     for window, said in ((-1, {}), (8, {"window": (8, 8)})):
         found = s.run(batch, s.layer(attn_type=attn_type, sliding_window_size=window))
         assert serving.is_close(found, s.requests.expected("none", **said))
@@ -293,9 +278,7 @@ def test_a_model_is_refused_with_the_reason(
 )
 def test_a_layer_that_says_more_is_refused(there: Any, layer: Any, kwargs: Any, said: str):
     s = Serving(there, DECODE)
-    batch = s.batch("DECODE")
-    s.backend.init_forward_metadata(batch)
-    saying = s.layer()
+    batch, saying = s.prepared("DECODE"), s.layer()
     vars(saying).update(layer)
     with pytest.raises(NotImplementedError, match=f"does not know what {said} says in SGLang"):
         s.run(batch, saying, **kwargs)
@@ -312,23 +295,19 @@ def test_deterministic_inference_is_batch_invariant(there: Any, monkeypatch: pyt
     monkeypatch.setattr(there.context.get_exec().deterministic, "enable_deterministic_inference", True)
     s, asked = Serving(there, DECODE), []
     monkeypatch.setattr(there.ours, "attend_known", lambda q, *said: asked.append(said[-2]) or q)
-    batch = s.batch("DECODE")
-    s.backend.init_forward_metadata(batch)
-    s.run(batch, s.layer())
+    s.run(s.prepared("DECODE"), s.layer())
     assert asked[0]["batch_invariant"] is True
 
 
 def test_parameters_are_sglangs_in_its_order(there: Any):
-    compared = serving.same_parameters(there.ours.Backend, there.base.AttentionBackend)
-    assert compared == serving.public(there.ours.Backend)
+    serving.check_parameters(there.ours.Backend, there.base.AttentionBackend)
 
 
 def test_the_plugin_adds_a_name(there: Any, monkeypatch: pytest.MonkeyPatch):
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     (target,) = re.findall(r'\[project.entry-points."sglang.srt.plugins"\]\ncutlass_fmha = "(.*)"', text)
     assert target == f"{integration.register.__module__}:{integration.register.__name__}"
-    for _ in range(2):
-        assert integration.register() == "cutlass_fmha"
+    assert integration.register() == integration.register() == "cutlass_fmha"
     for names in ("ATTENTION_BACKEND_CHOICES", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES"):
         assert getattr(there.choices, names).count("cutlass_fmha") == 1
     made = there.registry.ATTENTION_BACKENDS["cutlass_fmha"](runner())

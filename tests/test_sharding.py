@@ -69,14 +69,12 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        for name, width in (("q", 128), ("k", 64), ("v", 64)):
-            setattr(self, name, nn.Linear(64, width, bias=False))
+        self.q, self.k, self.v = (nn.Linear(64, width, bias=False) for width in (128, 64, 64))
         self.out = nn.Linear(128, 64, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (part(x).unflatten(-1, (-1, 32)) for part in (self.q, self.k, self.v))
-        found: Tensor = self.out(attention(*heads, causal=True).flatten(2))
-        return found
+        return self.out(attention(*heads, causal=True).flatten(2))
 
 
 def tensor_parallel(mesh: Any) -> None:

@@ -33,12 +33,9 @@ def of_rows(x: Tensor) -> Tensor:
 
 
 def attended(x: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+    q = of_rows(x)[None]
     given = {"causal": True, "bias": bias, "sinks": sinks, "dropout_p": 0.25, "dropout_seed": 3}
-    return flat(
-        cutlass_fmha.attention(
-            of_rows(x)[None], *(of_rows(x)[None, :, :2] / n for n in (2, 3)), return_lse=True, **given
-        )
-    )
+    return flat(cutlass_fmha.attention(q, q[:, :, :2] / 2, q[:, :, :2] / 3, return_lse=True, **given))
 
 
 def packed(x: Tensor, _: Tensor, sinks: Tensor) -> Tensor:
@@ -48,22 +45,19 @@ def packed(x: Tensor, _: Tensor, sinks: Tensor) -> Tensor:
 
 
 def normed(x: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
-    weight = bias.flatten()[:32]
-    return flat(cutlass_fmha.rms_norm(x, weight, residual=x * 2)) * sinks.sum()
+    return flat(cutlass_fmha.rms_norm(x, bias.flatten()[:32], residual=x * 2)) * sinks.sum()
 
 
 def turned(x: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
-    q, k = of_rows(x)[None], of_rows(x)[None, :, :2]
-    angles = COS.to(x.dtype), SIN.to(x.dtype)
-    q, k = cutlass_fmha.rotary_qk(q, k, *angles)
-    q, k = cutlass_fmha.qk_norm_rope(q, k, None, bias.flatten()[:8], sinks.repeat(2), cos=angles[0], sin=angles[1])
-    return flat((q, k))
+    q, cos, sin = of_rows(x)[None], COS.to(x.dtype), SIN.to(x.dtype)
+    q, k = cutlass_fmha.rotary_qk(q, q[:, :, :2], cos, sin)
+    return flat(cutlass_fmha.qk_norm_rope(q, k, None, bias.flatten()[:8], sinks.repeat(2), cos=cos, sin=sin))
 
 
 def gated(x: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
     product = cutlass_fmha.silu_and_mul(x) * cutlass_fmha.geglu(x[:, :16], x[:, 16:] * sinks.sum())
     up, down = bias.flatten()[:32].view(2, 16), bias.flatten()[32:35].view(3, 1)
-    return flat(cutlass_fmha.swiglu_mlp(product, up, down, recompute=True))
+    return cutlass_fmha.swiglu_mlp(product, up, down, recompute=True).flatten()
 
 
 FUNCTIONS = (attended, packed, normed, turned, gated)
@@ -87,12 +81,15 @@ def close(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("call", FUNCTIONS)
-def test_grad_and_vjp_are_autograds(call: Function) -> None:
+def test_grad_vjp_and_jacrev_are_autograds(call: Function) -> None:
     wanted = by_autograd(squares(call), X)
+    assert wanted[0].abs().max() > 0
     close(func.grad(squares(call), argnums=(0, 1, 2))(X, BIAS, SINKS), wanted)
     out, pull = func.vjp(call, X, BIAS, SINKS)
     close(pull(2 * out), wanted)
-    assert wanted[0].abs().max() > 0
+    jacobian = func.jacrev(call)(X, BIAS, SINKS)  # a vjp for each result
+    for n in (0, len(jacobian) // 2, len(jacobian) - 1):
+        close(jacobian[n], by_autograd(lambda *given, n=n: call(*given)[n], X)[0])
 
 
 def mixed(x: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
@@ -112,23 +109,13 @@ def test_what_is_kept_was_cast_by_autocast(call: Function) -> None:
 
 
 @pytest.mark.parametrize("call", FUNCTIONS)
-def test_jacrev_is_a_vjp_for_each_result(call: Function) -> None:
-    jacobian = func.jacrev(call)(X, BIAS, SINKS)
-    for n in (0, len(jacobian) // 2, len(jacobian) - 1):
-        close(jacobian[n], by_autograd(lambda *given, n=n: call(*given)[n], X)[0])
-
-
-@pytest.mark.parametrize("call", FUNCTIONS)
 def test_gradients_of_each_sample_and_of_all(call: Function) -> None:
     """vmap of grad, and grad of vmap: of what is mapped, and of what all share."""
-    each = [by_autograd(squares(call), x) for x in MANY]
-    mapped = torch.vmap(func.grad(squares(call), argnums=(0, 2)), in_dims=(0, None, None))(MANY, BIAS, SINKS)
-    close(mapped[0], torch.stack([x for x, _, _ in each]))
-    close(mapped[1], torch.stack([sinks for _, _, sinks in each]))
-    of_all = func.grad(
-        lambda x, b, s: torch.vmap(squares(call), in_dims=(0, None, None))(x, b, s).sum(), argnums=(0, 1, 2)
-    )
-    close(of_all(MANY, BIAS, SINKS), (mapped[0], *(torch.stack(x).sum(0) for x in list(zip(*each, strict=True))[1:])))
+    x, bias, sinks = (torch.stack(each) for each in zip(*(by_autograd(squares(call), x) for x in MANY), strict=True))
+    over, given = {"in_dims": (0, None, None)}, (MANY, BIAS, SINKS)
+    close(torch.vmap(func.grad(squares(call), argnums=(0, 2)), **over)(*given), (x, sinks))
+    of_all = func.grad(lambda *given: torch.vmap(squares(call), **over)(*given).sum(), argnums=(0, 1, 2))
+    close(of_all(*given), (x, bias.sum(0), sinks.sum(0)))
 
 
 def masked(q: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
@@ -169,17 +156,18 @@ def test_what_needs_no_derivative_goes_on() -> None:
 
 
 def test_flash_attns_rotary_and_a_compiler_around() -> None:
-    x = double(2, 7, 2, 8)
-    leaf, both = x.clone().requires_grad_(), double(2, 32, seed=5)
+    x, both = double(2, 7, 2, 8), double(2, 1, 32, seed=5)
 
     def rotated(x: Tensor) -> Tensor:
         return apply_rotary_emb(x, COS, SIN).square().mul(x).sum()
 
-    close(func.grad(rotated)(x), torch.autograd.grad(rotated(leaf), leaf))
+    leaf = x.clone().requires_grad_()
+    wanted = torch.autograd.grad(rotated(leaf), leaf)
+    close(func.grad(rotated)(x), wanted)
     torch.compiler.reset()
-    close(torch.compile(func.grad(rotated), backend="aot_eager")(x), torch.autograd.grad(rotated(leaf), leaf))
+    close(torch.compile(func.grad(rotated), backend="aot_eager")(x), wanted)
     many = torch.vmap(func.grad(lambda x: gated(x, BIAS, SINKS).sum()))
-    close(torch.compile(many, backend="aot_eager")(both[:, None]), many(both[:, None]))
+    close(torch.compile(many, backend="aot_eager")(both), many(both))
 
 
 def test_what_has_no_derivative_is_refused() -> None:
@@ -199,13 +187,10 @@ def test_what_has_no_derivative_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="in forward mode"):
         func.jvp(lambda cos: flat(cutlass_fmha.rotary_qk(q, q, cos, SIN)), (COS,), (COS,))
     for call in FUNCTIONS:
-        for transform in (
-            lambda f: func.jvp(f, (X,), (X,)),
-            lambda f: func.linearize(f, X),
-            lambda f: func.jacfwd(f)(X),
-        ):
+        given = (lambda x, call=call: call(x, BIAS, SINKS)), (X,), (X,)
+        for transform in (func.jvp, lambda f, x, _: func.linearize(f, *x), lambda f, x, _: func.jacfwd(f)(*x)):
             with pytest.raises(NotImplementedError, match="in forward mode"):
-                transform(lambda x, call=call: call(x, BIAS, SINKS))
+                transform(*given)
     with pytest.raises(NotImplementedError, match="its functions, with torch.func.grad"):
         func.grad(lambda q: torch.ops.cutlass_fmha.forward(q, q, q, 1.0, "none", False, None)[0].sum())(q)
 

@@ -39,62 +39,44 @@ WINDOW = {**GROUPED, "sliding_window": 4}
 SLIDING = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = {**SLIDING, "query_pre_attn_scalar": 16}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 63}
-DROPOUT, PROBS = "attention_dropout", "attention_probs_dropout_prob"
+DEEPSEEK = {
+    **COMMON, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+MODERN = {**COMMON, **SPECIAL, "local_attention": 4, "cls_token_id": 1, "sep_token_id": 2}
+WHISPER = {
+    **SPECIAL, "vocab_size": 64, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "max_source_positions": 8, "max_target_positions": 32, "init_std": 0.2, "decoder_start_token_id": 1,
+    "begin_suppress_tokens": None, "dropout": 0.0,
+}  # fmt: skip
+T5 = {
+    **SPECIAL, "vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+    "initializer_factor": 1.0, "decoder_start_token_id": 0,
+}  # fmt: skip
+VIT = {**COMMON, "image_size": 12, "patch_size": 4, "hidden_dropout_prob": 0.0}
 
-#: Class, config, the name of its attention's dropout, and what its result is known to depend on.
-MODELS: dict[str, tuple[str, dict[str, Any], str, set[str]]] = {
-    "Llama": ("LlamaForCausalLM", GROUPED, DROPOUT, {"causal"}),
-    "Mistral": ("MistralForCausalLM", WINDOW, DROPOUT, {"causal", "window"}),
-    "Qwen3": ("Qwen3ForCausalLM", GROUPED, DROPOUT, {"causal"}),
-    "Gemma2": (
-        "Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 2.0}, DROPOUT,
-        {"causal", "window", "softcap"},
-    ),
-    "Gemma3": ("Gemma3ForCausalLM", GEMMA, DROPOUT, {"causal", "window"}),
+#: Class, config, and what its result is known to depend on.
+MODELS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "Llama": ("LlamaForCausalLM", GROUPED, {"causal"}),
+    "Mistral": ("MistralForCausalLM", WINDOW, {"causal", "window"}),
+    "Qwen3": ("Qwen3ForCausalLM", GROUPED, {"causal"}),
+    "Gemma2": ("Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 2.0}, {"causal", "window", "softcap"}),
+    "Gemma3": ("Gemma3ForCausalLM", GEMMA, {"causal", "window"}),
     "GptOss": (
-        "GptOssForCausalLM", {**SLIDING, "num_local_experts": 2, "num_experts_per_tok": 1}, DROPOUT,
+        "GptOssForCausalLM", {**SLIDING, "num_local_experts": 2, "num_experts_per_tok": 1},
         {"causal", "window", "sinks"},
     ),
-    "DeepseekV3": (
-        "DeepseekV3ForCausalLM",
-        {
-            **COMMON, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
-            "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-        },
-        DROPOUT, {"causal"},
-    ),
-    "Bert": ("BertModel", {**COMMON, "hidden_dropout_prob": 0.0}, PROBS, set()),
-    "ModernBert": (
-        "ModernBertModel",
-        {
-            **COMMON, **SPECIAL, "local_attention": 4, "layer_types": SLIDING["layer_types"],
-            "cls_token_id": 1, "sep_token_id": 2,
-        },
-        DROPOUT, {"window"},
-    ),
-    "ViT": (
-        "ViTModel", {**COMMON, "image_size": 12, "patch_size": 4, "hidden_dropout_prob": 0.0}, PROBS, set(),
-    ),
-    "Whisper": (
-        "WhisperForConditionalGeneration",
-        {
-            **SPECIAL, "vocab_size": 64, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
-            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
-            "decoder_ffn_dim": 64, "max_source_positions": 8, "max_target_positions": 32, "num_mel_bins": 8,
-            "init_std": 0.2, "decoder_start_token_id": 1, "begin_suppress_tokens": None, "dropout": 0.0,
-        },
-        DROPOUT, {"causal"},
-    ),
-    "T5": (
-        "T5ForConditionalGeneration",
-        {
-            "vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4,
-            "initializer_factor": 1.0, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 63,
-        },
-        "dropout_rate", {"bias"},
-    ),
+    "DeepseekV3": ("DeepseekV3ForCausalLM", DEEPSEEK, {"causal"}),
+    "Bert": ("BertModel", {**COMMON, "hidden_dropout_prob": 0.0}, set()),
+    "ModernBert": ("ModernBertModel", {**MODERN, "layer_types": SLIDING["layer_types"]}, {"window"}),
+    "ViT": ("ViTModel", VIT, set()),
+    "Whisper": ("WhisperForConditionalGeneration", WHISPER, {"causal"}),
+    "T5": ("T5ForConditionalGeneration", T5, {"bias"}),
 }  # fmt: skip
+PROBS = "attention_probs_dropout_prob"
+DROPOUT_NAMES = {"Bert": PROBS, "ViT": PROBS, "T5": "dropout_rate"}  # of others attention_dropout
 ENCODERS, TWO_SIDED = ("Bert", "ModernBert", "ViT"), ("Whisper", "T5")
 
 
@@ -115,9 +97,9 @@ def _model(name: str, dropout: float, place: Place) -> Any:
     if place != HOST:
         return copy.deepcopy(_model(name, dropout, HOST)).to(*place)
     torch.manual_seed(0)
-    kind, config, dropout_name, _ = MODELS[name]
-    kind = getattr(transformers, kind)
-    made = kind(kind.config_class(**config, **{dropout_name: dropout})).eval()
+    kind = getattr(transformers, MODELS[name][0])
+    of_dropout = {DROPOUT_NAMES.get(name, "attention_dropout"): dropout}
+    made = kind(kind.config_class(**MODELS[name][1], **of_dropout)).eval()
     made.generation_config = transformers.GenerationConfig(pad_token_id=0, decoder_start_token_id=1)
     with torch.no_grad():
         for key, weight in made.named_parameters():
@@ -146,24 +128,17 @@ def padding(side: str) -> torch.Tensor:
 
 def inputs(name: Any, side: str, place: Place = HOST) -> tuple[dict[str, Any], torch.Tensor]:
     """What the model is called with, and which rows of its result count."""
-    said, mask = _inputs(name, padding(side))
-    return {key: x.to(place[0], place[1] if x.is_floating_point() else None) for key, x in said.items()}, mask
-
-
-def _inputs(name: Any, mask: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
+    ids, mask = tokens(2, 9), padding(side)
+    said, rows = {"input_ids": ids, "attention_mask": mask}, mask
+    drawn = torch.Generator().manual_seed(3)
     if name == "ViT":
-        images = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(3))
-        return {"pixel_values": images}, mask[:, :1]
-    said: dict[str, Any] = {"input_ids": tokens(2, 9), "attention_mask": mask}
-    if name == "Whisper":
-        return {
-            "input_features": torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(3)),
-            "decoder_input_ids": said["input_ids"], "decoder_attention_mask": mask,
-        }, mask  # fmt: skip
-    if name == "T5":
-        said |= {"decoder_input_ids": tokens(2, 7, seed=2)}
-        return said, torch.ones(2, 7)
-    return said, mask
+        said, rows = {"pixel_values": torch.randn(2, 3, 12, 12, generator=drawn)}, mask[:, :1]
+    elif name == "Whisper":
+        said = {"input_features": torch.randn(2, 8, 16, generator=drawn)}
+        said |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+    elif name == "T5":
+        said, rows = said | {"decoder_input_ids": tokens(2, 7, seed=2)}, torch.ones(2, 7)
+    return {key: x.to(place[0], place[1] if x.is_floating_point() else None) for key, x in said.items()}, rows
 
 
 def forward(name: str, place: Place = HOST, *, side: str) -> torch.Tensor:
@@ -298,7 +273,7 @@ def test_a_model_computes_what_it_does_eagerly(name: str, mode: str, implementat
         with same_dropout(), attention(set(), drop=argument):
             changed = error(MODES[mode](name), wanted)
         assert not changed <= MATTERS, f"{argument} could be dropped"
-    known = MODELS[name][3]
+    known = MODELS[name][2]
     if implementation == FLASH:
         assert known <= said | ({"causal", "window"} if "generate" in mode else set())
         assert "mask" not in said or "in between" in mode  # lengths, wherever they can say it
@@ -385,10 +360,8 @@ def test_positions_of_a_chunk_or_of_many_rows_pack_nothing(rows: int, before: in
 @pytest.mark.parametrize("mode", ["left padding", "padding in between", "generate, static cache"])
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2", "ModernBert"])
 def test_layers_may_get_copies_of_masks(name: str, mode: str) -> None:
-    if name in ENCODERS and "generate" in mode:
-        return
-    wanted = eager(name, mode)
-    for implementation in (MASKS, FLASH):
+    for implementation in (MASKS, FLASH) if name not in ENCODERS or "generate" not in mode else ():
+        wanted = eager(name, mode)
         use(implementation, name)
         with copies(model(name, 0.0)):
             assert error(MODES[mode](name), wanted) <= TOLERANCE
@@ -396,16 +369,14 @@ def test_layers_may_get_copies_of_masks(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Bert"])
-def test_checkpoints_hand_on_what_masks_mean(name: str, reentrant: bool) -> None:
+def test_checkpoints_hand_on_what_masks_mean(name: str, reentrant: bool, request: pytest.FixtureRequest) -> None:
     wanted, network = eager(name, "training"), model(name, 0.0)
+    request.addfinalizer(network.gradient_checkpointing_disable)
     for implementation in (MASKS, FLASH):
         network.set_attn_implementation(implementation)
         network.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        try:
-            with CountCalls() as counter:
-                found = train(name, side="left")
-        finally:
-            network.gradient_checkpointing_disable()
+        with CountCalls() as counter:
+            found = train(name, side="left")
         assert counter.calls == 2 * 2 and error(found, wanted) <= TOLERANCE
 
 
@@ -443,37 +414,23 @@ def test_a_second_chunk_of_a_prompt_sees_the_first(implementation: str, cache: s
     assert error(chunks(implementation), chunks("eager")) <= TOLERANCE
 
 
-compiles = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."), reason="it compiles no model of transformers 5.20, whatever its attention"
-)
-
-
-@compiles
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="it compiles no model of transformers 5.20")
 @pytest.mark.parametrize("implementation", [MASKS, FLASH])
 def test_a_graph_without_breaks_gives_the_same(implementation: str) -> None:
-    network, mask = model("Mistral", 0.0), padding("left")
+    """Packed sequences too, whose mask is dense there, and FA2's words for them may be said beside it."""
+    network, ids, mask = model("Mistral", 0.0), tokens(2, 9), padding("left")
     network.set_attn_implementation(implementation)
     compiled = torch.compile(network, backend="eager", fullgraph=True)
+    starts, positions = torch.tensor([0, 5, 9]).int(), torch.tensor([[*range(5), *range(4)]])
+    said = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 5, "max_length_k": 5}
     with torch.no_grad():
         for arguments in ({}, {"attention_mask": mask}):
-            wanted = network(tokens(2, 9), **arguments, use_cache=False).logits[mask.bool()]
-            found = compiled(tokens(2, 9), **arguments, use_cache=False).logits[mask.bool()]
+            found, wanted = (of(ids, **arguments, use_cache=False).logits[mask.bool()] for of in (compiled, network))
             assert error(found, wanted) <= TOLERANCE
-
-
-@compiles
-@pytest.mark.parametrize("implementation", [MASKS, FLASH])
-def test_a_graph_of_packed_sequences_gives_the_same(implementation: str) -> None:
-    """Its mask is dense, and FA2's words for them are said beside it."""
-    network, ids = model("Mistral", 0.0), tokens(1, 9)
-    starts, positions = torch.tensor([0, 5, 9]).int(), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
-    said = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 5, "max_length_k": 5}
-    network.set_attn_implementation(implementation)
-    compiled = torch.compile(network, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        wanted = torch.cat([network(part, use_cache=False).logits for part in (ids[:, :5], ids[:, 5:])], 1)
+        wanted = torch.cat([network(part, use_cache=False).logits for part in ids[:1].split([5, 4], dim=1)], 1)
         for more in (said, {}):
-            assert error(compiled(ids, position_ids=positions, use_cache=False, **more).logits, wanted) <= TOLERANCE
+            found = compiled(ids[:1], position_ids=positions, use_cache=False, **more).logits
+            assert error(found, wanted) <= TOLERANCE
 
 
 def test_patterns_that_lengths_and_windows_can_not_say_stay_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,8 +446,7 @@ def test_patterns_that_lengths_and_windows_can_not_say_stay_masks(monkeypatch: p
         return masks.sdpa_mask(2, 6, keys, before, mask_function=function, allow_is_causal_skip=False)
 
     causal = masks.causal_mask_function
-    assert made(causal) is None
-    assert made(masks.bidirectional_mask_function) is None
+    assert made(causal) is made(masks.bidirectional_mask_function) is None
     left, around = masks.sliding_window_causal_mask_function, masks.sliding_window_bidirectional_mask_function
     for window in (left(3), left(5), around(3), around(4)):  # the second of each hides one key of a query
         assert made(window).shape == (2, 6)
@@ -513,34 +469,21 @@ def test_patterns_that_lengths_and_windows_can_not_say_stay_masks(monkeypatch: p
     assert made(causal) is made(causal, 2, 8) is None and torch.equal(made(causal, 0, 8), dense(causal, 0, 8))
 
 
-BLOOM = {"hidden_size": 32, "n_layer": 1, "n_head": 2}
-
-
-@pytest.mark.parametrize(
-    ("kind", "config", "implementation", "sentence"),
-    [
-        ("BloomModel", BLOOM, MASKS, "computes its attention itself"),
-        ("BloomModel", BLOOM, FLASH, "computes its attention itself"),
-        ("T5Model", MODELS["T5"][1], FLASH, "use cutlass_fmha"),
-    ],
-)  # fmt: skip
-def test_a_model_that_would_not_use_it_is_refused(
-    kind: str, config: dict[str, Any], implementation: str, sentence: str
-) -> None:
-    kind = getattr(transformers, kind)
-    with pytest.raises(ValueError, match=sentence):
-        kind(kind.config_class(**config, attn_implementation=implementation))
+@pytest.mark.parametrize("name", [MASKS, FLASH])
+def test_a_model_that_would_not_use_it_is_refused(name: str) -> None:
+    bloom = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=2, attn_implementation=name)
+    with pytest.raises(ValueError, match="computes its attention itself"):
+        transformers.BloomModel(bloom)
+    if name == FLASH:
+        with pytest.raises(ValueError, match="use cutlass_fmha"):
+            transformers.T5Model(transformers.T5Config(**T5, attn_implementation=name))
 
 
 @pytest.mark.parametrize("side", ["none", "left"])
-@pytest.mark.parametrize(
-    ("name", "repository"),
-    [("Mistral", hub.NAME), ("Gemma2", hub.NAME), ("GptOss", "kernels-community/vllm-flash-attn3")],
-)
-def test_a_model_runs_by_the_kernel_of_the_hub(
-    name: str, repository: str, side: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["Mistral", "Gemma2", "GptOss"])
+def test_a_model_runs_by_the_kernel_of_the_hub(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the name that a model insists on, too. Nothing is fetched."""
+    repository = "kernels-community/vllm-flash-attn3" if name == "GptOss" else hub.NAME
     loader = pytest.importorskip("transformers.integrations.hub_kernels")
     if not loader.is_kernels_available():  # not of a version that transformers takes: by that package alone
         from kernels import get_kernel
@@ -554,8 +497,8 @@ def test_a_model_runs_by_the_kernel_of_the_hub(
     said: set[str] = set()
     with attention(said, caller=flash_attn_interface) as calls:
         assert error(forward(name, side=side), wanted) <= TOLERANCE
-    assert calls == [2] and MODELS[name][3] <= said
-    for argument in MODELS[name][3]:
+    assert calls == [2] and MODELS[name][2] <= said
+    for argument in MODELS[name][2]:
         with attention(set(), drop=argument, caller=flash_attn_interface):
             assert error(forward(name, side=side), wanted) > MATTERS, f"{argument} could be dropped"
 

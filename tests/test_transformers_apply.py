@@ -50,15 +50,13 @@ def model(name: str) -> Any:
     return copy.deepcopy(_made(name))
 
 
-POSITIONS = (padding("left").cumsum(-1) - 1).clamp(min=0)
+told_by = functools.partial(generate, cache="dynamic")
 
 
 def step(network: Any, place: Place = HOST) -> torch.Tensor:
     """Logits of prompts of two lengths, and the gradients of all parameters."""
-    return train(network, place, side="left", position_ids=POSITIONS.to(place[0]), use_cache=False)
-
-
-told_by = functools.partial(generate, cache="dynamic")
+    positions = (padding("left").cumsum(-1) - 1).clamp(min=0).to(place[0])
+    return train(network, place, side="left", position_ids=positions, use_cache=False)
 
 
 @torch.no_grad()
@@ -78,24 +76,19 @@ def test_a_model_computes_what_it_did_and_undone_is_what_it_was(name: str):
     before = {key: x.data_ptr() for key, x in network.state_dict().items()}
     kinds = [type(module) for module in network.modules()]
     wanted, told = step(network), told_by(network)
-    ops = ("rms_norm", "geglu" if name.startswith("Gemma") else "swiglu", "rotary_qk", "qk_norm_rope")
-    spies = {op: mock.Mock(wraps=getattr(transformers_apply, op)) for op in ops[:1] + ops[2:]}
-    with integration.apply(network) as applied, mock.patch.multiple(transformers_apply, **spies):
-        prefix, norms = name, MODELS[name][2]
-        assert applied.swapped == {
-            **{f"{prefix}{kind}": 2 for kind in CLASSES[1:]}, f"{prefix}RMSNorm": 2 * norms + 1
-        }  # fmt: skip
-        assert applied.left == {} and f"{2 * norms + 1} {prefix}RMSNorm" in str(applied)
+    spied = {op: mock.Mock(wraps=getattr(transformers_apply, op)) for op in ("rms_norm", "rotary_qk", "qk_norm_rope")}
+    norms = 2 * MODELS[name][2] + 1
+    with integration.apply(network) as applied, mock.patch.multiple(transformers_apply, **spied):
+        assert applied.swapped == {f"{name}{kind}": norms if kind == "RMSNorm" else 2 for kind in CLASSES}
+        assert applied.left == {} and f"{norms} {name}RMSNorm" in str(applied)
         assert {key: x.data_ptr() for key, x in network.state_dict().items()} == before
         assert same(step(network), wanted)
         network.gradient_checkpointing_enable()
         assert same(step(network), wanted)
         assert same(told_by(network), told) and same(told_by(copy.deepcopy(network)), told)
-        fused = 2 if norms in (4, 6) and name != "Gemma2" else 0
-        passes = spies["qk_norm_rope"].call_count, spies["rotary_qk"].call_count
-        assert bool(passes[0]) == bool(fused) and bool(passes[1]) != bool(fused)
-        sums = [call for call in spies["rms_norm"].mock_calls if call.kwargs.get("residual") is not None]
-        assert sums
+        of_heads = name in ("Qwen3", "Gemma3")  # norms of each head's queries and keys
+        assert spied["qk_norm_rope"].called == of_heads and spied["rotary_qk"].called != of_heads
+        assert any(call.kwargs.get("residual") is not None for call in spied["rms_norm"].mock_calls)
         with pytest.raises(ValueError, match="before: undo"):
             integration.apply(network)
     assert [type(module) for module in network.modules()] == kinds
@@ -155,8 +148,7 @@ def test_a_swapped_model_is_pickled():
     network = model("Llama")
     with integration.apply(network):
         again = pickle.loads(pickle.dumps(network))
-    assert type(again.model.norm) is not type(network.model.norm)
-    assert same(step(again), step(model("Llama")))
+    assert type(again.model.norm) is not type(network.model.norm) and same(step(again), step(network))
     with pytest.raises(ValueError, match="before: undo"):
         integration.apply(again)
 

@@ -99,34 +99,23 @@ def test_what_a_layer_says_without_a_mask_of_ours() -> None:
     assert not torch.equal(packed, causal)
     for mask in (BAND, torch.zeros(BAND.shape).masked_fill(~BAND, float("-inf"))):
         torch.testing.assert_close(call(attention_mask=mask, cu_seq_lens_q=HALVES, cu_seq_lens_k=HALVES), packed)
-    for says in (
-        {"attention_mask": [[1, 1, 2, 2]]},
-        {"position_ids": [[1, 2, 0, 1]]},
-        {"position_ids": [[5, 6, 0, 1]]},
-    ):
-        assert torch.equal(flash(**{name: torch.tensor(x) for name, x in says.items()}), packed)
-    anew = torch.tensor([[1, 2, 0, 1]])
+    numbers, anew = torch.tensor([[1, 1, 2, 2]]), torch.tensor([[1, 2, 0, 1]])
+    for says in ({"attention_mask": numbers}, {"position_ids": anew}, {"position_ids": anew + 4 * (numbers == 1)}):
+        assert torch.equal(flash(**says), packed)
     for one in ([[3, 4, 5, 6]], [[0, 1, 5, 6]], [[0, 1, 1, 2]], [[[1, 2, 0, 1]]] * 3, [[0, 1, 2, 0, 1, 2]]):
         assert torch.equal(flash(position_ids=torch.tensor(one)), causal)  # a chunk, gaps, images' axes, of others
     assert torch.equal(flash(position_ids=anew, attention_mask=PADDED), flash(attention_mask=PADDED))
-    numbers = torch.tensor([[1, 1, 2, 2]])
     assert not integration._read(numbers, 1, 4, True, None).arguments  # a step behind them
     with mock.patch("torch.compiler.is_compiling", return_value=True):
         said = integration._read(numbers, 4, 4, True, None).arguments
     assert said["mask"].tolist() == [[[[1, 1, 0, 0]] * 2 + [[0, 0, 1, 1]] * 2]]
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"attention_mask": torch.ones(1, 1, 4, 4).bool().tril()}, {"mask"}),
-        (
-            {"cu_seq_lens_q": HALVES, "cu_seq_lens_k": HALVES, "max_length_q": 2, "max_length_k": 2},
-            {"causal", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"},
-        ),
-    ],
-)  # fmt: skip
-def test_what_a_layer_says_is_passed_on(options: dict[str, Any], names: set[str]) -> None:
+@pytest.mark.parametrize("masked", [True, False])
+def test_what_a_layer_says_is_passed_on(masked: bool) -> None:
+    packed = {"cu_seq_lens_q": HALVES, "cu_seq_lens_k": HALVES, "max_length_q": 2, "max_length_k": 2}
+    options = {"attention_mask": BAND} if masked else packed
+    names = {"mask"} if masked else {"causal", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
     said: set[str] = set()
     with attention(said):
         flash(**options, dropout=0.5, softcap=2.0, s_aux=torch.ones(2), deterministic=True)

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import serving
@@ -54,60 +54,46 @@ def there() -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(base=backend, registry=registry, flash=flash_attn, ours=ours)
 
 
-class Step(NamedTuple):
-    requests: Requests
-    cache: Tensor
-    common: Any
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
 def step(
     there: Any, lengths: tuple[tuple[int, int], ...], order: str = "NHD", place: str = "cpu", **changed: Any
-) -> Step:
+) -> SimpleNamespace:
     """A batch as vLLM's runner has it, padded to more tokens and requests, as in its graphs."""
     r, spare = Requests(lengths), 3
-    shape = (r.pages, PAGE, HEADS_KV, 2 * DIM) if order == "NHD" else (r.pages, HEADS_KV, PAGE, 2 * DIM)
-    cache = randn(*shape)
-    cache = cache.transpose(1, 2) if order == "NHD" else cache  # [blocks, heads, block_size, 2 * head_size]
+    # [blocks, heads, block_size, 2 * head_size]
+    cache = randn(r.pages, HEADS_KV, PAGE, 2 * DIM)
+    cache = cache.transpose(1, 2).contiguous().transpose(1, 2) if order == "NHD" else cache
     for i, old in enumerate(r.old):
         slot = r.slots(i, 0, old)
         cache[slot // PAGE, :, slot % PAGE] = torch.cat((r.k[i][:old], r.v[i][:old]), -1)
     new = [r.slots(i, *part) for i, part in enumerate(zip(r.old, r.used, strict=True))]
     tokens = int(r.starts[-1])
     common = there.base.CommonAttentionMetadata(
-        query_start_loc=torch.cat((r.starts, ints(tokens, tokens))),
-        query_start_loc_cpu=r.starts,
-        seq_lens=ints(*r.used, 0, 0),
-        num_reqs=len(lengths) + 2,
-        num_actual_tokens=tokens,
-        max_query_len=max(r.new),
-        max_seq_len=max(r.used),
+        query_start_loc=torch.cat((r.starts, ints(tokens, tokens))), query_start_loc_cpu=r.starts,
+        seq_lens=ints(*r.used, 0, 0), num_reqs=len(lengths) + 2, num_actual_tokens=tokens,
+        max_query_len=max(r.new), max_seq_len=max(r.used),
         block_table_tensor=torch.cat((r.table, torch.full_like(r.table[:2], -7))),
-        slot_mapping=torch.cat((*new, torch.full((spare,), -1))),
-        **changed,
-    )
-    return Step(r, *(placed(x, place) for x in (cache, common, *r.inputs(spare))))
+        slot_mapping=torch.cat((*new, torch.full((spare,), -1))), **changed,
+    )  # fmt: skip
+    query, key, value = placed(r.inputs(spare), place)
+    given = {"cache": placed(cache, place), "common": placed(common, place)}
+    return SimpleNamespace(requests=r, query=query, key=key, value=value, **given)
 
 
-def call(there: Any, s: Step, metadata: Any = None, **said: Any) -> Callable[[], Tensor]:
+def call(there: Any, s: SimpleNamespace, metadata: Any = None, **said: Any) -> Callable[[], Tensor]:
     """A layer's: first the cache, then what computes attention, into memory that is there."""
-    Backend = there.ours.Backend
     said = {"scale": DIM**-0.5, "sliding_window": None, "kv_cache_dtype": "auto", "alibi_slopes": None, **said}
     with s.query.device:  # as vLLM makes its models
-        impl = Backend.get_impl_cls()(HEADS, DIM, num_kv_heads=HEADS_KV, **placed(said, s.query.device.type))
+        kind = there.ours.Backend.get_impl_cls()
+        impl = kind(HEADS, DIM, num_kv_heads=HEADS_KV, **placed(said, s.query.device.type))
     impl.process_weights_after_loading(torch.float32)
     if metadata is None:
-        builder = Backend.get_builder_cls()(None, ["layer"], None, s.query.device)
-        metadata = builder.build(0, s.common)
+        metadata = there.ours.Backend.get_builder_cls()(None, ["layer"], None, s.query.device).build(0, s.common)
     layer = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
     impl.do_kv_cache_update(layer, s.key, s.value, s.cache, metadata.slot_mapping)
     output = torch.full_like(s.query, math.inf)
 
     def forward() -> Tensor:
-        given = (layer, s.query, s.key, s.value, s.cache, metadata)
-        assert impl.forward(*given, output=output) is output
+        assert impl.forward(layer, s.query, s.key, s.value, s.cache, metadata, output=output) is output
         return output[: metadata.num_actual_tokens]
 
     return forward
@@ -154,9 +140,9 @@ def test_pages_are_made_once_for_a_cache_and_do_not_outlive_it(there: Any):
 def test_encoders_see_both_sides(there: Any, window: int | None, place: str):
     """Without a cache: packed queries, keys and values, whatever the metadata says of causality."""
     lengths = tuple((0, new) for _, new in MIXED)
-    s, said = (step(there, lengths, place=place), {} if window is None else {"window": (window - 1, window - 1)})
+    s, said = step(there, lengths, place=place), {} if window is None else {"window": (window - 1, window - 1)}
+    before = s.cache.clone()
     for kind in ("encoder", "encoder_only"):
-        before = s.cache.clone()
         found = run(there, s, attn_type=kind, sliding_window=window)
         assert serving.is_close(found, s.requests.expected("none", **said)) and torch.equal(s.cache, before)
 
@@ -165,8 +151,7 @@ def test_a_decoder_sees_all_that_the_encoder_left(there: Any):
     """Cross attention, and decoders that aren't causal; their windows have two sides."""
     s = step(there, MIXED, causal=False)
     assert serving.is_close(run(there, s, attn_type="encoder_decoder"), s.requests.expected("none"))
-    both = s.requests.expected("none", window=(8, 8))
-    assert serving.is_close(run(there, s, sliding_window=9), both)
+    assert serving.is_close(run(there, s, sliding_window=9), s.requests.expected("none", window=(8, 8)))
     keys = [min(20, used) for used in s.requests.used]
     s.common.seq_lens[: len(keys)] = ints(*keys)
     s.common.max_seq_len = 20
@@ -274,11 +259,9 @@ def test_what_only_a_batch_tells_is_refused_there(there: Any):
 
 def test_parameters_are_vllms_in_its_order(there: Any):
     ours, base = there.ours, there.base
-    compared = serving.same_parameters(ours.Impl, there.flash.FlashAttentionImpl, *base.AttentionImpl.__mro__)
-    compared |= serving.same_parameters(ours.Builder, base.AttentionMetadataBuilder)
-    compared |= serving.same_parameters(ours.Backend, base.AttentionBackend)
-    public = serving.public(ours.Impl, ours.Builder, ours.Backend)
-    assert compared == public | {"Impl.__init__", "Builder.__init__"}
+    serving.check_parameters(ours.Impl, there.flash.FlashAttentionImpl, *base.AttentionImpl.__mro__)
+    serving.check_parameters(ours.Builder, base.AttentionMetadataBuilder)
+    serving.check_parameters(ours.Backend, base.AttentionBackend)
 
 
 def test_the_plugin_registers_and_leaves_anothers_alone(there: Any, caplog: pytest.LogCaptureFixture):

@@ -3,8 +3,7 @@
 from types import SimpleNamespace
 
 
-class ParallelContext:
-    pass
+class ParallelContext: ...
 
 
 _PARALLEL = ParallelContext()

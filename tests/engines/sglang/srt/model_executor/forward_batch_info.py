@@ -17,7 +17,7 @@ class ForwardMode(IntEnum):
         return self == ForwardMode.DECODE
 
     def is_decode_or_idle(self):
-        return self == ForwardMode.DECODE or self == ForwardMode.IDLE
+        return self in (ForwardMode.DECODE, ForwardMode.IDLE)
 
 
 @dataclass

@@ -22,65 +22,53 @@ class MultipleOf:
 class AttentionBackend:
     supported_dtypes: ClassVar[list] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16"]
-    forward_includes_kv_cache_update: bool = True
-    supports_kv_cache_update_bypass: bool = False
+    forward_includes_kv_cache_update = True
+    supports_kv_cache_update_bypass = False
 
+    @staticmethod
+    def get_name(): ...
+    @staticmethod
+    def get_impl_cls(): ...
+    @staticmethod
+    def get_builder_cls(): ...
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
         return [MultipleOf(1)]
 
     @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
+    def supports_head_size(cls, head_size):
         return True
 
     @classmethod
-    def supports_kv_cache_dtype(cls, kv_cache_dtype) -> bool:
+    def supports_kv_cache_dtype(cls, kv_cache_dtype):
         return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
 
-    @staticmethod
-    def get_name() -> str: ...
-
-    @staticmethod
-    def get_impl_cls(): ...
-
-    @staticmethod
-    def get_builder_cls(): ...
-
     @classmethod
-    def supports_sink(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
+    def supports_attn_type(cls, attn_type):
         return attn_type == AttentionType.DECODER
 
+    # None of these without a word of the backend.
+    @classmethod
+    def supports_sink(cls): ...
+    @classmethod
+    def supports_sliding_window(cls): ...
+    @classmethod
+    def supports_non_causal(cls): ...
+    @classmethod
+    def supports_batch_invariance(cls): ...
     @classmethod
     def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype, block_size: int | None, use_mla: bool,
-        has_sink: bool, use_sparse: bool, use_mm_prefix: bool, device_capability,
-    ) -> str | None:  # fmt: skip
-        return None
+        cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix,
+        device_capability,
+    ): ...  # fmt: skip
 
     @classmethod
     def validate_configuration(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype, block_size: int | None, use_mla: bool,
-        has_sink: bool, use_sparse: bool, use_mm_prefix: bool, use_per_head_quant_scales: bool,
-        device_capability, attn_type: str, has_sliding_window: bool = False, use_non_causal: bool = False,
-        use_batch_invariant: bool = False, use_kv_connector: bool = False, use_pcp: bool = False,
-        use_adaptive_verification: bool = False, use_dcp: bool = False, use_rswa: bool = False,
-    ) -> list[str]:  # fmt: skip
+        cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix,
+        use_per_head_quant_scales, device_capability, attn_type, has_sliding_window=False, use_non_causal=False,
+        use_batch_invariant=False, use_kv_connector=False, use_pcp=False, use_adaptive_verification=False,
+        use_dcp=False, use_rswa=False,
+    ):  # fmt: skip
         (block_unit,) = cls.get_supported_kernel_block_sizes()
         asked = {
             "head_size not supported": cls.supports_head_size(head_size),
@@ -126,25 +114,20 @@ class AttentionCGSupport(Enum):
 
 class AttentionMetadataBuilder:
     _cudagraph_support = AttentionCGSupport.NEVER
-    supports_update_block_table: bool = False
+    supports_update_block_table = False
 
-    def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device):
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         self.device = device
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ): ...
-
-    def update_block_table(self, metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor): ...
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False): ...
+    def update_block_table(self, metadata, blk_table, slot_mapping): ...
 
 
 class AttentionImplBase:
-    def process_weights_after_loading(self, act_dtype: torch.dtype): ...
+    def process_weights_after_loading(self, act_dtype): ...
 
 
 class AttentionImpl(AttentionImplBase):
     def forward(
-        self, layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        attn_metadata, output: torch.Tensor, output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...  # fmt: skip
+        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+    ): ...

@@ -5,10 +5,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 class FlashAttentionImpl(AttentionImpl):
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes, sliding_window,
-        kv_cache_dtype: str, logits_soft_cap: float | None = None,
-        attn_type: AttentionType = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None,
-        sinks=None,
-    ) -> None: ...  # fmt: skip
-
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None: ...
+        self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
+        logits_soft_cap=None, attn_type=AttentionType.DECODER, kv_sharing_target_layer_name=None, sinks=None,
+    ): ...  # fmt: skip
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping): ...
