@@ -121,8 +121,15 @@ def predicates() -> Iterator[Case]:
         yield f"setp.{name}.f32 %p0, %in0, %in1; selp.u32 %out, 1, 0, %p0;", np.uint32, (a, b), model(a, b)
 
 
+def integers() -> Iterator[Case]:
+    """What no row of test_simulated_parity.py computes with: gradients by dS of head dim 32 on sm_120 do."""
+    low, high, n = (np.frombuffer(RNG.bytes(1024), dtype=np.uint32) for _ in range(3))
+    both = high.astype(np.uint64) << 32 | low
+    yield "shf.l.wrap.b32", np.uint32, (low, high, n), both << (n & 31) >> 32
+
+
 with np.errstate(all="ignore"):
-    CASES = [*fp32(), *conversions(), *predicates()]
+    CASES = [*fp32(), *conversions(), *predicates(), *integers()]
 
 
 @pytest.mark.parametrize(("opcode", "dtype", "operands", "expected"), CASES, ids=[case[0] for case in CASES])

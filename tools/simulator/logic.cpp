@@ -143,6 +143,9 @@ void add_logic(Opcodes& ops) {
   add_elementwise<[](uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return insert(a, b, c, d); }>(ops, {"bfi.b32"});
   add_elementwise<[](uint64_t a, uint64_t b, uint32_t c, uint32_t d) { return insert(a, b, c, d); }>(ops, {"bfi.b64"});
   add_elementwise<[](uint32_t a, uint32_t b, uint32_t c) { return permute(a, b, c); }>(ops, {"prmt.b32"});
+  add_elementwise<[](uint32_t a, uint32_t b, uint32_t n) {
+    return static_cast<uint32_t>((uint64_t(b) << 32 | a) << (n & 31) >> 32);
+  }>(ops, {"shf.l.wrap.b32"});
   add_elementwise<[](uint32_t a) { return static_cast<uint32_t>(std::popcount(a)); }>(ops, {"popc.b32"});
 }
 
