@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -38,17 +39,30 @@ class InterruptedPopen(subprocess.Popen[bytes]):
         signal.raise_signal(signal.SIGINT)
 
 
+class LatePopen(subprocess.Popen[bytes]):
+    """Time is over when the process says that it has started its child, however long that takes."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is not None:
+            Path("ready").read_bytes()
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return super().wait()
+
+
 @pytest.mark.parametrize("how", ["timeout", "interrupt", "interrupt at the start"])
 def test_what_ends_a_program_ends_all_that_it_started(how: str, tmp_path, monkeypatch):
     """A child and its child hold a lock until they are dead."""
-    if how == "interrupt at the start":
-        monkeypatch.setattr(subprocess, "Popen", InterruptedPopen)
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("ready")
+    if replacement := {"timeout": LatePopen, "interrupt at the start": InterruptedPopen}.get(how):
+        monkeypatch.setattr(subprocess, "Popen", replacement)
+    started = {"timeout": "open('ready', 'w').close()", "interrupt": "os.kill(os.getppid(), signal.SIGINT)"}
     script = (
         "import fcntl, os, signal\nlock = open('lock', 'w'); fcntl.flock(lock, fcntl.LOCK_EX)\n"
         "if os.fork() == 0: signal.pause()\n"
-        f"{'os.kill(os.getppid(), signal.SIGINT)' if how == 'interrupt' else ''}\nsignal.pause()"
+        f"{started.get(how, '')}\nsignal.pause()"
     )
-    command = ["sh", "-c", f'cd {tmp_path}; exec {sys.executable} -c "{script}"']
+    command = [sys.executable, "-c", script]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with nullcontext() if how == "timeout" else pytest.raises(KeyboardInterrupt):
