@@ -1,4 +1,4 @@
-"""Tensors that tests begin with: drawn from a seed, the same on every machine."""
+"""Tensors that tests begin with: drawn from a seed, the same on every machine; one that looks like a GPU's."""
 
 from __future__ import annotations
 
@@ -38,3 +38,9 @@ def qkv(
     shapes = ((seqlen_q, heads, head_dim), keys, (*keys[:2], head_dim_v or head_dim))
     q, k, v = (torch.randn(batch, *shape, generator=generator).to(dtype) for shape in shapes)
     return q, k, v
+
+
+class LooksLikeCuda(Tensor):
+    """What ``dispatcher.can_skip_dispatcher`` would see on a GPU; its type stands in for torch.Tensor there."""
+
+    is_cuda = True

@@ -10,9 +10,8 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from tensors import ints, qkv, randn
-from test_bad_calls import BIAS, BLOCKS, CU_K, CU_Q, MASK, PACKED, PAGED, TABLE, K, Q, V
-from test_ops import LooksLikeCuda
+from calls import BIAS, BLOCKS, CU_K, CU_Q, MASK, PACKED, PAGED, TABLE, K, Q, V
+from tensors import LooksLikeCuda, ints, qkv, randn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_fmha

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensors import ints
-from test_ops import LooksLikeCuda
+from tensors import LooksLikeCuda, ints
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -14,8 +14,7 @@ import torch
 from fake_kernels import install, vector
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import ints, randn
-from test_ops import LooksLikeCuda
+from tensors import LooksLikeCuda, ints, randn
 from test_parity_helpers import KINDS, places_in, table
 from torch import Tensor
 from torch.autograd import forward_ad

@@ -18,7 +18,7 @@ import torch
 import torch._dynamo.testing
 from fake_kernels import skip_dispatcher
 from operands import place
-from tensors import ints, qkv, starts
+from tensors import LooksLikeCuda, ints, qkv, starts
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -85,7 +85,7 @@ def test_opcheck_passes(name: str):
 
 
 def test_slopes_that_want_a_gradient_are_refused():
-    """test_bad_calls.py has the leaf."""
+    """bad_calls.py has the leaf."""
     given, leaf = qkv(), torch.ones(4, requires_grad=True)
     for slopes in (leaf, leaf * 2):
         with pytest.raises(NotImplementedError, match=NO_BACKWARD):
@@ -233,12 +233,6 @@ def test_export_keeps_the_op(op: str, strict: bool):
 
 
 # ---- to the kernels ----------------------------------------------------------------------------------------
-
-
-class LooksLikeCuda(torch.Tensor):
-    """What ``can_skip_dispatcher`` would see on a GPU; its type stands in for torch.Tensor there."""
-
-    is_cuda = True
 
 
 @pytest.fixture
