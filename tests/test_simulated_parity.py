@@ -51,18 +51,22 @@ def extension() -> Path:
     return build_extension("^(" + "|".join(ROWS) + ")$", DIRECTORY / "tests")
 
 
-def simulate(row: str, *options: str) -> subprocess.CompletedProcess[str]:
+def simulate(row: str, *options: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools" / "simulate.py"), "--extension", str(extension())]
     command += ["--rows", f"^{row}$", *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Future[subprocess.CompletedProcess[str]]]:
-    """Every row's run, under way."""
+    """Every row's run, under way.
+
+    Each has a copy of the environment: pytest and other tests of this process write to the one that a start of a
+    process in another thread is reading, which then fails with EFAULT.
+    """
     extension()
-    pool = ThreadPoolExecutor(2)
-    return {row: pool.submit(simulate, row, "--seed", "1") for row in ROWS}
+    pool, env = ThreadPoolExecutor(2), dict(os.environ)
+    return {row: pool.submit(simulate, row, "--seed", "1", env=env) for row in ROWS}
 
 
 @pytest.mark.parametrize("row", ROWS)
