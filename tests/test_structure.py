@@ -37,10 +37,10 @@ DEFINITIONS: dict[str, tuple[str, set[str]]] = {
     "registers to spare": (r"65536 /", {"config.h"}),
     "the order of tiles": (r"WorkTile work_tile\(|\.by_share", {"core/scheduler.h"}),
     "a walk with turns": (r"keys\.take\(\)", {"forward/tile_walk.cuh"}),
-    # Two: of tiles, and of few queries whose warps share the keys. The host's is for tests.
+    # Two: of tiles by turns, and step by step. The host's is for tests.
     "a walk over keys": (
         r"\.(template )?step<",
-        {"forward/tile_walk.cuh", "forward/few_query_walk.cuh", "features/mainloop.cuh", "host_model.cpp"},
+        {"forward/tile_walk.cuh", "forward/step_walk.cuh", "host_model.cpp"},
     ),
     "where key parts meet": (r"softmax\.row_sum.*\n.*Layout::sums", {"core/key_parts.cuh"}),
 }

@@ -79,16 +79,16 @@ CUTE_DEVICE void add_product(ReadA const& read_a, ReadB const& read_b, Accumulat
   }
 }
 
-/// Where operands come from tiles of shared memory: Q of C.tile_m rows, K and V of `KeyRows`.
-template <ForwardConfig C, int KeyRows = C.tile_n>
+/// Where operands come from tiles of shared memory: Q of C.tile_m rows, K and V of C.tile_n.
+template <ForwardConfig C>
 struct WarpProduct {
   using T = ForwardTypes<C>;
   using Element = typename T::Element;
   using Scores = typename T::ScoresFragment;
   using Output = typename T::OutputFragment;
   using QTile = LdmatrixTile<C.head_dim, C.tile_m, C.element_bytes()>;
-  using KTile = LdmatrixTile<C.head_dim, KeyRows, C.element_bytes()>;
-  using VTile = LdmatrixTile<C.head_dim_v(), KeyRows, C.element_bytes()>;
+  using KTile = LdmatrixTile<C.head_dim, C.tile_n, C.element_bytes()>;
+  using VTile = LdmatrixTile<C.head_dim_v(), C.tile_n, C.element_bytes()>;
   using QStep = OperandA<T, 1>;
   using QFragments = OperandA<T, C.q_in_registers ? T::kDimSteps : 1>;  ///< of the whole walk, or unused
   using Probabilities = OperandA<T, T::kKeySteps>;

@@ -4,7 +4,7 @@
 
 #include "../core/merge.cuh"
 #include "../forward/staging.cuh"
-#include "few_query.cuh"
+#include "layout.cuh"
 #include "walk.cuh"
 
 namespace cutlass_fmha {

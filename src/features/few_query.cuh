@@ -1,11 +1,11 @@
-// Keys of scored rows for the walk of forward/few_query_walk.cuh: all warps of a block have its queries and divide the
+// Keys of scored rows for the walk of forward/step_walk.cuh: all warps of a block have its queries and divide the
 // keys. Each brings its own to shared memory, by cp.async, as many steps ahead as there are stages, and waits for no
 // other before the end: a block keeps its loads in flight, which is what decoding is bound by.
 #pragma once
 
 #include "../core/dependent_launch.cuh"
-#include "../forward/few_query_walk.cuh"
-#include "mainloop.cuh"
+#include "../forward/step_walk.cuh"
+#include "layout.cuh"
 
 namespace cutlass_fmha {
 
@@ -144,6 +144,7 @@ struct FewQueryFeatureKeys {
   }
   CUTE_DEVICE bool more(int step) const { return step + 1 < walk.tiles; }
   CUTE_DEVICE static void next(int& step, Held&) { ++step; }
+  CUTE_DEVICE static bool sees(int) { return true; }
   CUTE_DEVICE void multiply(int step, Held const& kept, Scores& scores) const {
     cute::cp_async_wait<kYounger>();
     __syncwarp();  // this step's K is there for all lanes

@@ -2,6 +2,8 @@
 // rows and one part of their keys per thread block. The plain rows (forward/kernel.cuh) know none of that.
 #pragma once
 
+#include "block_keys.cuh"
+#include "few_query.cuh"
 #include "tile_rows.cuh"
 
 namespace cutlass_fmha {
@@ -53,14 +55,14 @@ CUTE_DEVICE void scored_rows(FeatureParams const& p, char* smem, Sequence const&
     if (C.dependent_launch && !p.device_lengths) wait_for_kernels_ahead();
     if (walk.tiles > 0) keys.request_first();
     start_rows<C>(p, tile, key_part, tile_row, maxima, softmax);
-    if (walk.tiles > 0) walk_few_query<C>(keys, output, softmax);
+    if (walk.tiles > 0) walk_steps<C>(keys, output, softmax);
   } else {
-    FeatureMainloop<C> const mainloop{p, smem, key_part, tile_row};
-    mainloop.store_view(sequence, tile);
+    BlockKeys<C> keys(p, smem, tile_row);
+    keys.store_view(sequence, tile);
     __syncthreads();
     if (walk.tiles > 0) load_query_tile<C>(p, smem, sequence, tile);
     start_rows<C>(p, tile, key_part, tile_row, maxima, softmax);
-    if (walk.tiles > 0) mainloop.run(output, softmax);
+    if (walk.tiles > 0) walk_steps<C>(keys, output, softmax);
   }
   if (walk.tiles > 0) {
     cute::cp_async_wait<0>();

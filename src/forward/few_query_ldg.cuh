@@ -1,4 +1,4 @@
-// Keys for the walk of few_query_walk.cuh that no other warp of a group wants: warp w takes blocks w, w + kv_warps, ...
+// Keys for the walk of step_walk.cuh that no other warp of a group wants: warp w takes blocks w, w + kv_warps, ...
 //
 // So a tile of K or V doesn't pass through shared memory: each lane loads 16 bytes at a time straight into the
 // registers that its mma wants, and a warp's first block is on its way before anything is computed. Two observations
@@ -12,7 +12,7 @@
 
 #include "../core/dependent_launch.cuh"
 #include "../core/key_parts.cuh"
-#include "few_query_walk.cuh"
+#include "step_walk.cuh"
 
 namespace cutlass_fmha {
 

@@ -1,4 +1,4 @@
-// Keys for the walk of few_query_walk.cuh that travel by TMA, through shared memory, where all warps of a key part find
+// Keys for the walk of step_walk.cuh that travel by TMA, through shared memory, where all warps of a key part find
 // them.
 //
 // Key part s of the keys is blocks s, s + kv_warps, ..., walked from the last to the first by the warps that have it,
@@ -10,7 +10,7 @@
 #include "../core/pipeline.cuh"
 #include "../core/scheduler.h"
 #include "../core/tma.cuh"
-#include "few_query_walk.cuh"
+#include "step_walk.cuh"
 
 namespace cutlass_fmha {
 

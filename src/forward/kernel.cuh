@@ -130,7 +130,7 @@ CUTE_DEVICE void few_query(ForwardParams const& p) {
   cute::clear(output);
   typename T::Softmax softmax(p.scale_log2);
   if (keys.blocks > kv_warp) {
-    walk_few_query<C>(keys, output, softmax);
+    walk_steps<C>(keys, output, softmax);
   } else {
     start_without_keys<C>(keys.maxima(), softmax);
   }
@@ -178,7 +178,7 @@ CUTE_DEVICE void few_query_tma(ForwardTmaParams const& p) {
     keys.request_first();
     mbarrier_wait(cute::cast_smem_ptr_to_uint(q_barrier), 0);
     transform_q<C>(p, smem);
-    if (keys.steps > 0) walk_few_query<C>(keys, output, softmax);
+    if (keys.steps > 0) walk_steps<C>(keys, output, softmax);
   }
   __syncthreads();  // nobody reads tiles any more
   few_query_epilogue<C, typename Layout::KeyParts>(p, smem, tile, keys.key_part, keys.tile_row, output, softmax);

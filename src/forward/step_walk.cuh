@@ -1,16 +1,18 @@
-// A warp's walk over its part of the keys, for problems with too few query rows to fill a GPU: there the time from
-// launch to result is a chain of latencies, and what counts is that the chain is short and starts early.
-//
-// The warps of a group share their query rows and divide the keys. Each walks its part alone, from the last keys to the
-// first: there are no turns and, before the parts meet (few_query_epilogue.cuh), no barrier of the thread block.
+// A warp's walk over the keys of its rows, step by step, from the last keys to the first: there are no turns, as there
+// are in tile_walk.cuh. Where query rows are too few to fill a GPU, the time from launch to result is a chain of
+// latencies, and what counts is that the chain is short and starts early: the warps of a group share their query rows
+// and divide the keys, and each walks its part alone, without a barrier of the thread block before the parts meet
+// (few_query_epilogue.cuh). Scored rows for many queries go this way, too, the warps of a block in step.
 //
 // `Keys` says where Q, K and V come from, and is told how far the walk is, so that it brings what comes next as soon as
 // there is room. It numbers steps as it likes:
 //   Held                          operands that stay in registers from step to step
 //   kFirstApart                   whether no row has seen a key before the first step, which has code of its own then:
 //                                 the others begin with a trial (online_softmax.cuh)
-//   start(held)                   the first step; Q is there from now on
+//   start(held)                   the first step, or a negative number for none; Q is there from now on
 //   more(step), next(step, held)  whether another one follows; goes on to it
+//   sees(step)                    asked before all else of a step, where the first is not apart: whether some row sees
+//                                 a key of it
 //   multiply(step, held, scores), after_scores<First>(step, held)
 //                                 S = Q K^T, once K is there; nobody reads K any more
 //   key_begin(step)               the first of its keys
@@ -40,10 +42,10 @@ CUTE_DEVICE void start_without_keys(RowMaxima const& maxima, typename ForwardTyp
   for (int row = 0; row < 2 * ForwardTypes<C>::kRowSteps; ++row) softmax.start(row, -INFINITY, false, maxima);
 }
 
-/// Leaves the unnormalised O in `output`, which is zero at first, and its l in `softmax`. There is at least one step.
+/// Leaves the unnormalised O in `output`, which is zero at first, and its l in `softmax`.
 template <ForwardConfig C, class Keys>
-CUTE_DEVICE void walk_few_query(Keys& keys, typename ForwardTypes<C>::OutputFragment& output,
-                                typename ForwardTypes<C>::Softmax& softmax) {
+CUTE_DEVICE void walk_steps(Keys& keys, typename ForwardTypes<C>::OutputFragment& output,
+                            typename ForwardTypes<C>::Softmax& softmax) {
   using T = ForwardTypes<C>;
   typename Keys::Held held;
   auto const take = [&]<bool First>(std::bool_constant<First>, int step) FMHA_INLINE {
@@ -68,9 +70,10 @@ CUTE_DEVICE void walk_few_query(Keys& keys, typename ForwardTypes<C>::OutputFrag
       take(std::false_type{}, step);
     }
   } else {
+    if (step < 0) return;
     CUTE_NO_UNROLL
     while (true) {
-      take(std::false_type{}, step);
+      if (keys.sees(step)) take(std::false_type{}, step);
       if (!keys.more(step)) break;
       keys.next(step, held);
     }
