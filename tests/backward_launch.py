@@ -14,12 +14,14 @@ import oracle_gradients
 import torch
 from feature_tensors import Call
 from gpu import Guarded
-from launches import SPLIT_ERROR, UNKNOWN, fit_wide, only_ranges
+from launches import SPLIT_ERROR, UNKNOWN, fit_wide, whole_vectors, without
 from operands import CAUSAL, GUARD, poison
-from problems import DEFAULTS, MEMORY, SMALL_MEMORY, Problem, fitted
+from problems import FILLS_WITHOUT_A_SCALE, MEMORY, SMALL_MEMORY, Problem, fitted
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from cutlass_fmha import _C, ops
+import cutlass_fmha.ops  # noqa: F401, which registers them
+from cutlass_fmha import _C
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.dispatch.describe import describe
 from cutlass_fmha.dispatch.gradients import BLOCK, scores_of_a_head, writes_scores
@@ -27,31 +29,34 @@ from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
 from cutlass_fmha.launch import gradients, workspace
 
-#: Numbers whose probabilities, values or gradients lie far from 1.
-OFTEN_FAR = ("ramp", "steep-ramp", "outliers", "huge-values", "small", "tiny")
 #: Times fp16's dO where values are as large as fp16 has them, or dS is infinite: as a loss is scaled.
 LOSS_SCALE = 2.0**-12
 
+GROUPED: dict[str, int] = {"num_heads": 4, "num_heads_kv": 1}
+PACKED = {"packed_q": True, "packed_k": True}
 #: What broke others' kernels, and an edge of each mask that crosses a tile.
 LISTED = [
     *(Problem(*n, c) for n in ((1, 1), (17, 113), (113, 17), (1, 300), (0, 5), (5, 0)) for c in CAUSAL),
     *(Problem(n, n, causal, num_heads=4) for n in (64, 192, 320) for causal in CAUSAL),
     *(Problem(n, n, causal, fill="near-minus-120", num_heads=4) for n in (33, 192, 300) for causal in CAUSAL),
-    *(Problem(100, 150, "bottom-right", fill=fill) for fill in OFTEN_FAR),
+    # Numbers whose probabilities, values or gradients lie far from 1.
+    *(Problem(100, 150, "bottom-right", fill=fill) for fill in FILLS_WITHOUT_A_SCALE[2:]),
     *(Problem(129, 300, causal, window=(40, 30), num_heads=6, num_heads_kv=2) for causal in CAUSAL),
-    *(Problem(200, 330, causal, prefix=True, num_heads=4, num_heads_kv=1) for causal in CAUSAL),
+    *(Problem(200, 330, causal, prefix=True, **GROUPED) for causal in CAUSAL),
     *(Problem(200, 330, causal, prefix=True, window=(20, -1)) for causal in CAUSAL[1:]),
-    *(Problem(130, 200, batch=5, packed_q=True, packed_k=True, causal=causal, seed=3) for causal in CAUSAL),
-    *(Problem(130, 200, batch=4, packed_q=True, packed_k=True, used_q=True, used_k=True, seed=s) for s in (1, 4)),
+    *(Problem(130, 200, batch=5, **PACKED, causal=causal, seed=3) for causal in CAUSAL),
+    *(Problem(130, 200, batch=4, **PACKED, used_q=True, used_k=True, seed=seed) for seed in (1, 4)),
     *(Problem(170, 300, batch=4, used_q=True, used_k=True, leftpad=True, causal=causal) for causal in CAUSAL),
     *(Problem(70, 130, layout=layout, num_heads=4) for layout in ("bhsd", "packed", "padded", "expanded")),
     *(Problem(70, 130, head_dim=d, head_dim_v=v) for d, v in ((24, 72), (72, 24), (128, 64), (64, 256), (200, 256))),
     *(Problem(100, 130, scale=scale, fill=fill) for scale in (0.0, -0.3, 1e-45) for fill in ("ramp", "small")),
+    *(Problem(100, 150, c, sinks=x, num_heads=4) for x in ("normal", "high", "low") for c in CAUSAL),
+    *(Problem(*n, "bottom-right", sinks="normal") for n in ((300, 100), (33, 0))),
+    Problem(130, 200, batch=5, **PACKED, used_q=True, sinks="normal", seed=3),
 ]
-
-
 WHOLE_HEADS, MASK = ("hqk", "same", "plain"), ("bqk", "plain")
-GROUPED: dict[str, int] = {"num_heads": 4, "num_heads_kv": 1}
+BLOCKS = ((16, 32), "bh", "none"), ((64, 64), "bh", "bottom-right"), ((48, 96), "h", "top-left")
+BLOCKS += ((128, 512), "b", "none"), ((192, 128), "", "bottom-right")
 #: What becomes of scores, for rows that know it.
 SCORED = [
     *(Problem(100, 150, causal, softcap=cap, num_heads=4) for cap in (0.5, 20.0) for causal in CAUSAL),
@@ -66,27 +71,12 @@ SCORED = [
     # Nothing but the LSE's gradient counts, and that is the same for all keys of a query.
     *(Problem(100, 300, bias=(dims, "float32", "plain"), fill="tiny", seed=1) for dims in ("q", "k")),
     Problem(130, 200, batch=3, packed_q=True, used_k=True, softcap=5.0, dropout=0.3, bias=WHOLE_HEADS),
-    *(
-        Problem(200, 500, causal, blocks=blocks, block_dims=dims, blocks_beyond=dims == "h", **GROUPED)
-        for blocks, dims, causal in (
-            ((16, 32), "bh", "none"),
-            ((64, 64), "bh", "bottom-right"),
-            ((48, 96), "h", "top-left"),
-            ((128, 512), "b", "none"),
-            ((192, 128), "", "bottom-right"),
-        )
-    ),
+    *(Problem(200, 500, c, blocks=b, block_dims=x, blocks_beyond=x == "h", **GROUPED) for b, x, c in BLOCKS),
     *(Problem(150, 400, blocks=(64, 64), memory=memory, num_heads_kv=1) for memory in SMALL_MEMORY[1:]),
-    Problem(200, 300, batch=4, packed_q=True, packed_k=True, blocks=(32, 64), dropout=0.2, softcap=5.0, seed=3),
+    Problem(200, 300, batch=4, **PACKED, blocks=(32, 64), dropout=0.2, softcap=5.0, seed=3),
     Problem(150, 300, leftpad=True, used_q=True, used_k=True, blocks=(64, 32), bias=WHOLE_HEADS, window=(90, 0)),
     Problem(150, 300, "top-left", window=(30, 5), prefix=True, dropout=0.2, alibi="bh", **GROUPED),
     Problem(150, 300, "bottom-right", leftpad=True, used_k=True, dropout=0.5, mask=MASK, sinks="normal"),
-]
-SINKS = [
-    *(Problem(100, 150, c, sinks=x, num_heads=4) for x in ("normal", "high", "low") for c in CAUSAL),
-    Problem(300, 100, "bottom-right", sinks="normal"),
-    Problem(33, 0, sinks="normal"),
-    Problem(130, 200, batch=5, packed_q=True, packed_k=True, used_q=True, sinks="normal", seed=3),
 ]
 #: For ``overflowing``: few keys of a query, so that P is large; where the scale is that small, gradients are 0.
 OVERFLOWING = [
@@ -99,7 +89,7 @@ OVERFLOWING = [
 def listed(row: _C.Row) -> list[Problem]:
     """Problems as a row can take them, every second one with its head dims."""
     found = []
-    for number, problem in enumerate([*LISTED, *SINKS, *(SCORED if row.scored else [])]):
+    for number, problem in enumerate([*LISTED, *(SCORED if row.scored else [])]):
         if number % 2 and problem.head_dim == problem.head_dim_v == 64:
             problem = replace(problem, head_dim=row.head_dim, head_dim_v=row.head_dim)
         found.append(fit(problem, row))
@@ -109,16 +99,12 @@ def listed(row: _C.Row) -> list[Problem]:
 def fit(problem: Problem, row: _C.Row) -> Problem:
     """The problem as a row can take it: with an output that is a number in the row's dtype."""
     if row.family == "backward_wide":
-        unknown = {name: DEFAULTS[name] for name in (*UNKNOWN["wide"], "indexed")}
-        return fit_wide(replace(problem, **unknown), row)
-    bias, mask, blocks = problem.bias, problem.mask, problem.blocks
-    problem = only_ranges(problem, "score_mod" if row.scored else "ranged")
-    if row.scored:
-        problem = replace(problem, bias=bias, mask=mask, blocks=blocks)
-    problem = fitted(problem, row.head_dim, row.head_dim, *BLOCK)
+        return fit_wide(without(problem, *UNKNOWN["wide"], "indexed"), row)
+    unknown = ("num_splits",) if row.scored else UNKNOWN["ranged"]
+    problem = whole_vectors(without(problem, *unknown, "page_size", "indexed", "pack"))
     if problem.fill == "huge-values" and row.dtype == "float16":  # which dropout scales up
         problem = replace(problem, dropout=0.0)
-    return replace(problem, page_size=0, indexed=False, pack=False)
+    return fitted(problem, row.head_dim, row.head_dim, *BLOCK)
 
 
 @dataclass
@@ -133,13 +119,10 @@ class BackwardLaunch:
     forward: tuple[Tensor, Tensor]
     said: dict[str, Any]
     deterministic: bool = False
-    #: Of keys, whose dS has memory, where the row writes it.
-    heads_at_once: int = 1
-    #: Names of ``found``; all where it is empty.
-    wanted: tuple[str, ...] = ()
+    heads_at_once: int = 1  # of keys, whose dS has memory, where the row writes it
+    wanted: tuple[str, ...] = ()  # names of ``found``; all where it is empty
     found: dict[str, Tensor] = field(init=False)
-    #: What the launch allocated.
-    room: Room = field(init=False)
+    room: Room = field(init=False)  # what the launch allocated
 
     @classmethod
     def of(cls, row: _C.Row, problem: Problem, device: torch.device | str) -> BackwardLaunch:
@@ -147,18 +130,16 @@ class BackwardLaunch:
         call = problem.call(gpu.torch_dtype(row), device)
         if call.scale is None:
             call = call._replace(scale=problem.head_dim**-0.5)
-        generator = torch.Generator(device=device).manual_seed(problem.seed)
-        shape = (*call.q.shape[:-1], call.v.shape[-1])
-        dout = torch.randn(shape, generator=generator, device=device).to(call.q.dtype)
+        drawn: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(problem.seed), "device": device}
+        dout = torch.randn(*call.q.shape[:-1], call.v.shape[-1], **drawn).to(call.q.dtype)
         if problem.fill == "huge-values" and row.dtype == "float16":
             dout *= LOSS_SCALE
         if problem.seed % 2:  # as transposed models hand it over
             dout = dout.transpose(-3, -2).contiguous().transpose(-3, -2)
         said = op_arguments(call.q, call.features)
-        assert ops  # importing them registered them
-        with _simulated(False):
+        with mock.patch.dict(os.environ, {"CUTLASS_FMHA_SIMULATE": "0"}):
             forward = _forward(row, *call[:5], True, None, **said)
-        dlse = torch.randn(forward[1].shape, generator=generator, device=device) if problem.return_lse else None
+        dlse = torch.randn(forward[1].shape, **drawn) if problem.return_lse else None
         return cls(row, problem, call, dout, dlse, forward, said)
 
     @classmethod
@@ -170,7 +151,6 @@ class BackwardLaunch:
 
     @classmethod
     def drawn(cls, row: _C.Row, problem: Problem, device: torch.device | str) -> BackwardLaunch:
-        """In a fixed order or not, as the problem's seed says."""
         launch = cls.of(row, problem, device)
         launch.deterministic = writes_scores(row) or (row.scored and problem.seed % 3 == 0)
         launch.heads_at_once = 1 + problem.seed % 4
@@ -179,20 +159,13 @@ class BackwardLaunch:
     @property
     def _names(self) -> list[str]:
         """Of the gradients. A bias has none beside a softcap, nor in a fixed order where it is broadcast."""
-        problem = self.problem
-        bias = self.said.get("bias") if not problem.softcap else None
+        problem, bias = self.problem, self.said.get("bias")
         whole = (problem.batch, problem.num_heads, problem.seqlen_q, problem.capacity)
-        if self.deterministic and bias is not None and tuple(bias.shape) != whole:
-            bias = None
-        found = [*"qkv"] + ["bias"] * (bias is not None) + ["sinks"] * ("sinks" in self.said)
+        biased = bias is not None and not problem.softcap and (not self.deterministic or bias.shape == whole)
+        found = [*"qkv"] + ["bias"] * biased + ["sinks"] * ("sinks" in self.said)
         return [name for name in found if name in (self.wanted or found)]
 
     def run(self, device: torch.device | None = None) -> None:
-        """On copies of the tensors on ``device``, where it is given."""
-
-        def there(x: Any) -> Any:
-            return x if device is None or not isinstance(x, Tensor) else x.to(device)
-
         call, names = self.call, self._names
         wanted = [name in names for name in ("q", "k", "v", "bias", "sinks")]
         given = (self.dout, *call[:3], *self.forward, self.dlse, call.scale)
@@ -202,10 +175,10 @@ class BackwardLaunch:
             said["deterministic_workspace"] = self.heads_at_once * scores_of_a_head(self.row, problem)
         self.room = Room()
         memory = [mock.patch.object(module, "torch", self.room) for module in (gradients, workspace)]
-        with _simulated(gpu.simulated()), memory[0], memory[1]:
-            found = torch.ops.cutlass_fmha.attend_backward(
-                *map(there, given), call.causal, **{name: there(x) for name, x in said.items()}
-            )
+        given, said = moved((given, said), device or call.q.device)
+        simulate = mock.patch.dict(os.environ, {"CUTLASS_FMHA_SIMULATE": str(int(gpu.simulated()))})
+        with simulate, memory[0], memory[1]:
+            found = torch.ops.cutlass_fmha.attend_backward(*given, call.causal, **said)
         asked = (x.to(call.q.device) for x, need in zip(found, wanted, strict=True) if need)
         self.found = dict(zip(names, asked, strict=True))
 
@@ -214,7 +187,6 @@ class BackwardLaunch:
         return oracle_gradients.compare(self.call, self.found, self.dout, self.dlse, error)
 
     def intact(self) -> bool:
-        """Whether the kernels wrote nothing but gradients and workspace."""
         return bool(torch.stack([guarded.intact() for guarded in self.room.made]).all())
 
 
@@ -226,10 +198,12 @@ def _forward(row: _C.Row, *arguments: Any, **said: Any) -> tuple[Tensor, Tensor]
             raise UnsupportedError
         return torch.ops.cutlass_fmha.attend(*arguments, **said)
     except UnsupportedError:
-        on_cpu = [x.cpu() if isinstance(x, Tensor) else x for x in arguments]
-        said = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in said.items()}
-        out, lse = torch.ops.cutlass_fmha.attend(*on_cpu, **said)
-        return out.to(arguments[0].device), lse.to(arguments[0].device)
+        on_cpu, said = moved((arguments, said), "cpu")
+        return moved(torch.ops.cutlass_fmha.attend(*on_cpu, **said), arguments[0].device)
+
+
+def moved(tree: Any, device: torch.device | str) -> Any:
+    return tree_map_only(Tensor, lambda x: x.to(device), tree)
 
 
 class Room:
@@ -254,8 +228,3 @@ class Room:
 
     def zeros_like(self, x: Tensor, **said: Any) -> Tensor:
         return self.empty_like(x, **said).zero_()
-
-
-def _simulated(on: bool) -> Any:
-    """Kernels run on the simulator in the block, or don't."""
-    return mock.patch.dict(os.environ, {"CUTLASS_FMHA_SIMULATE": str(int(on))})

@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="problems that hypothesis draws for each row (default 30); --hypothesis-seed repeats them",
     )
-    group.addoption("--parity-report", type=Path, metavar="DIR", help="write the report as JSON and Markdown")
+    group.addoption("--parity-report", type=Path, metavar="DIR", help="write the report as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,8 +1,5 @@
-"""The tensors of ``Problem``: their numbers, and how they lie in memory.
-
-Every tensor lies inside a buffer of NaN, or of numbers that would be noticed. Rows that are no sequence's, that a
-length leaves out or that pad it, and pages that nobody has, are NaN as well: a kernel that lets one in can't hide it.
-"""
+"""The tensors of ``Problem``. Each lies inside a buffer of NaN, or of numbers that would be noticed. Rows that are no
+sequence's, that a length leaves out or that pad it, and pages that nobody has, are NaN: none is let in unseen."""
 
 from __future__ import annotations
 
@@ -14,16 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from operands import GUARD, filled, lay_out_one
+from operands import EXACT_FILLS, GUARD, filled, lay_out, lay_out_one
 from torch import Tensor
 
 if TYPE_CHECKING:
     from problems import Problem
-
-#: A number of an int32 vector that stands where nothing is to be read: wrong, but within all tensors.
-NOBODY = 1
-#: Of mprotect: neither read nor written.
-PROT_NONE = 0
 
 
 class Call(NamedTuple):
@@ -47,23 +39,30 @@ class Maker:
         numbers = torch.Generator(device=device).manual_seed(problem.seed + 1)
         self.drawn: dict[str, Any] = {"generator": numbers, "device": device}
         self.lengths = problem.lengths()
+        #: Sequences have pages in common.
+        self.shares_pages = problem.page_size > 0 and problem.memory in ("expanded", "overlapping")
         self.features: dict[str, Any] = {}
 
     def call(self) -> Call:
         p = self.problem
         q, k, v = self.contents()
-        q = self.packed(q, self.lengths.rows_q, "q") if p.packed_q else lay_out_one(q, p.layout, 0)
-        if p.packed_k:
-            k, v = (self.packed(x, self.lengths.rows_k, "k") for x in (k, v))
-        else:
-            k, v = self.paged(k, v) if p.page_size else self.entries(k, v)
-            k, v = lay_out_one(k, p.layout, 1), lay_out_one(v, p.layout, 2)
-        self.add_lengths()
-        self.add_masks()
-        self.add_scores()
-        if p.num_splits is not None:
-            self.features["num_splits"] = p.num_splits
-        return Call(q, k, v, p.scale, p.causal, self.features, p.exact_scores)
+        if p.page_size:
+            k, v = self.paged(k, v)
+        elif p.indexed:  # batch entries in another order, with one more that is nobody's
+            places, (k, v) = self.shuffled([k, v], p.batch + 1)
+            self.features["cache_batch_idx"] = self.vector(places[:-1])
+        laid = lay_out(q, k, v, p.layout)
+        q = self.packed(q, self.lengths.rows_q, "q") if p.packed_q else laid[0]
+        k, v = (self.packed(x, self.lengths.rows_k, "k") for x in (k, v)) if p.packed_k else laid[1:]
+        vectors = {"seqused_q": p.used_q, "seqused_k": p.used_k, "leftpad_k": p.leftpad}
+        of_sequences = (self.lengths.used_q, self.lengths.used_k, self.lengths.padding)
+        self.features |= {x: self.vector(y) for x, y in zip(vectors, of_sequences, strict=True) if vectors[x]}
+        if p.is_bounded:
+            self.features["max_seqlen_k"] = p.width
+        numbers = {"window": p.window, "softcap": p.softcap, "dropout_p": p.dropout, "num_splits": p.num_splits}
+        self.features |= {name: x for name, x in numbers.items() if x}
+        self.add_tensors()
+        return Call(q, k, v, p.scale, p.causal, self.features, p.fill in EXACT_FILLS)
 
     def contents(self) -> list[Tensor]:
         """q, k and v with a batch entry per sequence, NaN where nothing is in use."""
@@ -72,9 +71,8 @@ class Maker:
         q, k, v = (x[..., :n].clone() for x, n in zip(widest, (p.head_dim, p.head_dim, p.head_dim_v), strict=True))
         for b in range(p.batch):
             q[b, lengths.used_q[b] :] = torch.nan
-            for tensor in (k, v) if not p.shares_pages else ():
-                tensor[b, lengths.used_k[b] :] = torch.nan
-                tensor[b, : lengths.padding[b]] = torch.nan
+            for tensor in (k, v) if not self.shares_pages else ():
+                tensor[b, lengths.used_k[b] :] = tensor[b, : lengths.padding[b]] = torch.nan
         return [q, k, v]
 
     def packed(self, x: Tensor, rows: list[int], side: str) -> Tensor:
@@ -84,59 +82,39 @@ class Maker:
         gaps = (x.new_full((count, *x.shape[2:]), torch.nan) for count in (before, behind))
         whole = torch.cat([next(gaps), *(x[b, :length] for b, length in enumerate(rows)), next(gaps)])
         self.features[f"cu_seqlens_{side}"] = self.vector([*itertools.accumulate(rows, initial=before)])
-        self.features[f"max_seqlen_{side}"] = self.problem.seqlen_q if side == "q" else self.problem.seqlen_k
-        return lay_out_one(whole[None], self.problem.layout, 1 if side == "k" else 0)[0]
+        self.features[f"max_seqlen_{side}"] = getattr(self.problem, f"seqlen_{side}")
+        return lay_out_one(whole[None], self.problem.layout, int(side == "k"))[0]
 
     def paged(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Shuffled pages, some of them nobody's. Where a table says nothing, it names one of those."""
-        p = self.problem
-        own = p.batch * p.pages
+        p, pages = self.problem, self.problem.capacity // self.problem.page_size
+        own = p.batch * pages
         places, found = self.shuffled([x.reshape(own, p.page_size, *x.shape[2:]) for x in (k, v)], own + 3)
-        table = torch.tensor(places[:own], dtype=torch.int32).view(p.batch, p.pages)
-        if p.shares_pages:
+        table = torch.tensor(places[:own], dtype=torch.int32).view(p.batch, pages)
+        if self.shares_pages:
             self.features["page_table"] = self.small(table, -1, dims=1)
             return found
         for b, used in enumerate(self.lengths.used_k):
             table[b, -(-used // p.page_size) :] = places[own]
-        rest = 0 if p.memory == "plain" else 1  # of a wider table
-        room = torch.full((p.batch, rest + p.pages), places[own], dtype=torch.int32)
-        room[:, rest:] = table
+        rest = int(p.memory != "plain")  # of a wider table
+        room = torch.nn.functional.pad(table, (rest, 0), value=places[own])
         self.features["page_table"] = self.fenced(room)[:, rest:]
-        return found
-
-    def entries(self, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Batch entries in another order, with one more that is nobody's."""
-        if not self.problem.indexed:
-            return [k, v]
-        places, found = self.shuffled([k, v], self.problem.batch + 1)
-        self.features["cache_batch_idx"] = self.vector(places[:-1])
         return found
 
     def shuffled(self, tensors: list[Tensor], room: int) -> tuple[list[int], list[Tensor]]:
         """Places in another order, of which the entries of each tensor have the first; those of the others are NaN."""
-        places = list(range(room))
-        self.chance.shuffle(places)
+        places = self.chance.sample(range(room), room)
         found = [x.new_full((room, *x.shape[1:]), torch.nan) for x in tensors]
         for x, y in zip(tensors, found, strict=True):
             y[places[: len(x)]] = x
         return places, found
 
     def vector(self, values: list[int]) -> Tensor:
-        """int32, after numbers that are wrong."""
-        return self.fenced(torch.tensor([NOBODY] * 4 + values, dtype=torch.int32))[4:]
+        wrong = [1] * 4  # stands where nothing is to be read, but within all tensors
+        return self.fenced(torch.tensor(wrong + values, dtype=torch.int32))[4:]
 
-    def add_lengths(self) -> None:
+    def add_tensors(self) -> None:
         p, features = self.problem, self.features
-        vectors = {"seqused_q": p.used_q, "seqused_k": p.used_k, "leftpad_k": p.leftpad}
-        of_sequences = (self.lengths.used_q, self.lengths.used_k, self.lengths.padding)
-        features |= {x: self.vector(y) for x, y in zip(vectors, of_sequences, strict=True) if vectors[x]}
-        if p.is_bounded:
-            features["max_seqlen_k"] = p.width
-
-    def add_masks(self) -> None:
-        p, features = self.problem, self.features
-        if p.window is not None:
-            features["window"] = p.window
         if p.prefix:
             lengths = [self.chance.randint(0, self.chance.choice((5, p.capacity + 2))) for _ in range(p.batch)]
             features["prefix_lengths"] = self.vector(lengths)
@@ -146,17 +124,10 @@ class Maker:
             features["mask"] = self.placed(seen, p.mask[1], guard=True)
         if p.blocks is not None:
             features["block_mask"] = (*self.block_lists(), p.blocks)
-
-    def add_scores(self) -> None:
-        p, features = self.problem, self.features
-        if p.softcap:
-            features["softcap"] = p.softcap
         if p.bias is not None:
             bias = torch.randn(self.shape(p.bias[0]), **self.drawn)
             if p.bias_fill == "minus-inf":
                 bias.masked_fill_(torch.rand(bias.shape, **self.drawn) < 0.2, -torch.inf)
-            elif p.bias_fill == "huge":
-                bias *= 3e3
             dtype = torch.float32 if p.bias[1] == "float32" else self.dtype
             features["bias"] = self.placed(bias.to(dtype), p.bias[2], guard=torch.nan)
         if p.alibi:
@@ -166,16 +137,12 @@ class Maker:
             sinks = torch.randn(p.num_heads, **self.drawn) + {"normal": 0.0, "high": 12.0, "low": -12.0}[p.sinks]
             features["sinks"] = self.fenced(sinks.to(torch.promote_types(self.dtype, torch.float32)))
         if p.dropout:
-            features["dropout_p"] = p.dropout
             features["dropout_seed"] = self.small(torch.tensor([self.chance.getrandbits(63)]), 0)
 
     def block_lists(self) -> tuple[Tensor, Tensor]:
-        """Counts and ascending indices; what is beyond a count names a block that would be counted twice.
-
-        Lists that have numbers in common ascend as a whole, and go on beyond all keys.
-        """
+        """Counts and ascending indices; what is beyond a count names a block that would be counted twice. Lists that
+        have numbers in common ascend as a whole, and go on beyond all keys."""
         p = self.problem
-        assert p.blocks is not None
         most = -(-p.width // p.blocks[1])
         shape = (p.batch if "b" in p.block_dims else 1, p.num_heads if "h" in p.block_dims else 1)
         lists = (*shape, -(-p.seqlen_q // p.blocks[0]))
@@ -205,26 +172,22 @@ class Maker:
         return tuple(size if name in dims else 1 for name, size in sizes.items())
 
     def placed(self, x: Tensor, memory: str, guard: Any) -> Tensor:
-        """A mask or bias in memory as ``memory`` says, between guards."""
         if memory == "transposed":
             return self.guarded(x.transpose(2, 3), guard).transpose(2, 3)
         if 0 in x.shape:
             memory = "plain"
+        batch, heads, queries, keys = x.shape
         if memory in ("strided", "padded"):  # a guard before each number, or some around each row
-            room, own = (2 * x.shape[3], slice(1, None, 2)) if memory == "strided" else (x.shape[3] + 5, slice(2, -3))
+            room, own = (2 * keys, slice(1, None, 2)) if memory == "strided" else (keys + 5, slice(2, -3))
             return x.new_full((*x.shape[:3], room), guard)[..., own].copy_(x)
         if memory == "overlapping":
             return self.guarded(x.flatten()[: windows(x.shape)], guard).as_strided(x.shape, (1,) * x.dim())
         if memory == "padded by runs":
-            batch, heads, queries, keys = x.shape
             return x.new_full((queries, heads, batch, keys + 12), guard).transpose(0, 2)[..., 4:-8].copy_(x)
         x = self.guarded(x, guard)
-        if memory == "expanded":
-            return x.expand(self.shape("bhqk"))
-        if memory == "missing":
-            while x.dim() and x.shape[0] == 1:
-                x = x[0]
-        return x
+        while memory == "missing" and x.dim() and x.shape[0] == 1:
+            x = x[0]
+        return x.expand(self.shape("bhqk")) if memory == "expanded" else x
 
     def small(self, x: Tensor, guard: Any, dims: int | None = None) -> Tensor:
         """x in memory as the problem says; its first dimensions may be expanded, so many or all of them."""
@@ -244,11 +207,11 @@ class Maker:
         """A contiguous copy; on the CPU, nothing is mapped behind it: who reads on ends the process."""
         if torch.device(self.device).type != "cpu" or x.numel() == 0:
             return x.to(self.device, copy=True).contiguous()
-        size = x.numel() * x.element_size()
+        size = x.nbytes
         room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = mmap.mmap(-1, room + mmap.PAGESIZE)
         behind = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + room
-        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, PROT_NONE) == 0
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0  # PROT_NONE
         copy = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=room - size)
         return copy.view(x.shape).copy_(x)
 

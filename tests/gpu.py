@@ -1,4 +1,4 @@
-"""The GPU under test: which rows it takes, whether it can be used; memory that shows what kernels write."""
+"""The GPU under test, its rows, and memory that shows what kernels write."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import faulthandler
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from operands import poison
+from oracle_helpers import bits
 from torch import Tensor
 
 from cutlass_fmha import _C
 from cutlass_fmha.dispatch.device import can_execute, code_for
 from cutlass_fmha.dispatch.table import PLAIN
-
-_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 if _C.build_info().get("simulator"):
     # The package's own way to a kernel leads to the simulator as well.
@@ -42,42 +42,26 @@ def simulated() -> bool:
 
 
 def device() -> torch.device:
-    """Where the rows under test find their tensors."""
     return torch.device("cpu") if simulated() else torch.device("cuda", 0)
 
 
-def _under_test(rows: list[_C.Row], *families: str) -> list[_C.Row]:
+def _under_test(*families: str) -> list[_C.Row]:
     """All of one architecture; none where there is no GPU to test them on."""
-    if unusable() is not None:
-        return []
-    return [row for row in rows if row.arch == rows_arch() and row.family in families]
+    every = (*_C.rows(), *_C.backward_rows()) if unusable() is None else ()
+    return [row for row in every if row.arch == rows_arch() and row.family in families]
 
 
-def rows() -> list[_C.Row]:
-    """The plain rows under test."""
-    return _under_test(_C.rows(), *PLAIN)
-
-
-def scored_rows() -> list[_C.Row]:
-    """The scored rows under test, the ranged and the masked ones."""
-    return _under_test(_C.rows(), "ranged", "masked", "scored", "few_query_scored", "wide_scored")
-
-
-def wide_rows() -> list[_C.Row]:
-    return _under_test(_C.rows(), "wide")
-
-
-def backward_rows() -> list[_C.Row]:
-    """The rows under test that compute gradients."""
-    return _under_test(_C.backward_rows(), "backward", "backward_wide")
+#: The plain rows under test; the scored ones, with ranged and masked ones; those that compute gradients.
+rows = partial(_under_test, *PLAIN)
+scored_rows = partial(_under_test, "ranged", "masked", "scored", "few_query_scored", "wide_scored")
+wide_rows = partial(_under_test, "wide")
+backward_rows = partial(_under_test, "backward", "backward_wide")
 
 
 @contextlib.contextmanager
 def held(stream: torch.cuda.Stream) -> Iterator[None]:
-    """The stream stands still in the block; what it was asked meanwhile is done at the end.
-
-    Whoever waits for it in the block hangs: half an hour later the process ends, with a traceback.
-    """
+    """The stream stands still in the block; what it was asked meanwhile is done at the end. Whoever waits for it in the
+    block hangs: half an hour later the process ends, with a traceback."""
     word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     arguments = (ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(word.data_ptr()), 1, 0)  # word >= 1
     status = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2(*arguments)
@@ -113,21 +97,16 @@ def unusable() -> str | None:
     build = _C.build_info()
     if not build["cuda"]:
         return "cutlass_fmha was built without CUDA, so there is no kernel to test"
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} was built without CUDA, so it can make no tensor on a GPU"
     if not torch.cuda.is_available():
         return "no CUDA device can be used: there is no NVIDIA GPU, or no driver for torch's CUDA"
-    if torch.cuda.get_device_capability(0) < (8, 0):
+    if (capability := torch.cuda.get_device_capability(0)) < (8, 0):
         return f"{torch.cuda.get_device_name(0)} is older than compute capability 8.0"
-    arch = rows_arch()
+    target = build["compiled_for"].get(arch := rows_arch())
     if not any(row.arch == arch for row in _C.rows()):
         return f"this build of cutlass_fmha has no sm_{arch} rows"
     compiled_for = build["proxy"].get(arch, arch)
-    if compiled_for not in (89, own_arch()):
+    if compiled_for not in (89, own_arch()) or not can_execute(target, capability):
         return f"this build's sm_{arch} rows are code for sm_{compiled_for}, and this GPU is sm_{own_arch()}"
-    target = build["compiled_for"][arch]
-    if not can_execute(target, torch.cuda.get_device_capability(0)):
-        return f"this build's sm_{arch} rows are compiled for sm_{target}, which this GPU can't execute"
     return None
 
 
@@ -135,10 +114,9 @@ def other_sources() -> str | None:
     """Whether the extension says that it was built from another src/ than the one beside these tests."""
     from source_hash import source_hash
 
-    built_from = _C.build_info().get("source_hash")
-    if built_from is None or built_from == source_hash():
-        return None
-    return f"the extension was built from sources with the hash {built_from}, src/ has {source_hash()}"
+    built_from = _C.build_info().get("source_hash") or source_hash()
+    told = f"the extension was built from sources with the hash {built_from}, src/ has {source_hash()}"
+    return told if built_from != source_hash() else None
 
 
 def without_tma() -> str | None:
@@ -147,13 +125,11 @@ def without_tma() -> str | None:
     tested = _C.rows() if unusable() is not None else rows()
     if any(row.family in PLAIN and row.copy == "tma" for row in tested):
         return None
-    if rows_arch() == 89:
-        return "sm_89 has no TMA"
-    return "no row of this build copies by TMA; the candidates do: CUTLASS_FMHA_MANIFEST=src/candidates.cmake"
+    others = "no row of this build copies by TMA; the candidates do: CUTLASS_FMHA_MANIFEST=src/candidates.cmake"
+    return "sm_89 has no TMA" if rows_arch() == 89 else others
 
 
 def by_row(rows: list[_C.Row]) -> pytest.MarkDecorator:
-    """For a test of each row."""
     return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
 
 
@@ -172,18 +148,12 @@ class Guarded:
     def around(cls, view: Tensor) -> Guarded:
         """``view``, a view into a buffer of its own (as ``place`` makes them), is filled with NaN as well."""
         size = view.untyped_storage().nbytes() // view.element_size()
-        buffer = view.as_strided((size,), (1,), 0)
-        buffer.copy_(poison(view.dtype, size, view.device))
-        return cls(buffer, view)
+        return cls(view.as_strided((size,), (1,), 0).copy_(poison(view.dtype, size, view.device)), view)
 
     def intact(self) -> Tensor:
-        """0-dim bool: nothing outside the view was written."""
-        integer = _INTEGER[self.buffer.element_size()]
-        bits = self.buffer.view(integer)
-        pattern = poison(self.buffer.dtype, 1, self.buffer.device).view(integer)
-        outside = torch.ones_like(bits, dtype=torch.bool)
-        outside.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset()).fill_(False)
-        return torch.where(outside, bits == pattern, True).all()
+        intact = bits(self.buffer) == bits(poison(self.buffer.dtype, 1, self.buffer.device))
+        intact.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset()).fill_(True)
+        return intact.all()
 
 
 FAR = 2**31  # elements
@@ -192,8 +162,7 @@ REGION = 2**19  # distance between the first elements of q, k, v and o
 
 def far_view(buffer: Tensor, index: int, shape: tuple[int, ...], axis: int) -> Tensor:
     """A view of ``shape`` whose last index along ``axis`` is 2^31 elements away from the first."""
-    strides = [0, 0, 0, 1]
-    step = shape[3]
+    strides, step = [0, 0, 0, 1], shape[3]
     for other in (x for x in (2, 1, 0) if x != axis):
         strides[other] = step
         step *= shape[other]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from oracle_helpers import COMPUTED, COMPUTED_IN_FP32, HALF_ULP, assert_close
+from oracle_helpers import assert_close, roundings
 from torch import Tensor
 
 
@@ -21,9 +21,12 @@ class Expected(NamedTuple):
         assert_close(found.cpu(), self.value, self.largest)
 
 
+def in_fp64(*tensors: Tensor | None) -> list[Any]:
+    return [None if x is None else x.detach().cpu().double().requires_grad_() for x in tensors]
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float) -> Tensor:
-    """Of rows in fp64."""
-    y = x / torch.sqrt((x**2).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    y = x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps)
     y = y if weight is None else y * (weight + weight_offset)
     return y if bias is None else y + bias
 
@@ -36,41 +39,32 @@ class RmsNorm:
         weight_offset: float, dout: Tensor, dsum: Tensor | None,
     ) -> None:  # fmt: skip
         self.sum = x.cpu() if residual is None else (x.cpu().double() + residual.cpu().double()).to(x.dtype)
-        leaves = (None if t is None else t.detach().cpu().double().requires_grad_() for t in (self.sum, weight, bias))
-        s, w, b = leaves
-        assert s is not None
+        s, w, b, d, ds = in_fp64(self.sum, weight, bias, dout, torch.zeros_like(dout) if dsum is None else dsum)
         out = rms_norm(s, w, b, eps, weight_offset)
-        dout = dout.detach().cpu().double()
-        dsum = torch.zeros_like(dout) if dsum is None else dsum.detach().cpu().double()
-        out.backward(dout)
+        out.backward(d)
         with torch.no_grad():
             factor = torch.ones(x.shape[-1], dtype=torch.float64) if w is None else w + weight_offset
             y = rms_norm(s, None, None, eps, 0.0)
-            rstd = 1 / torch.sqrt((s**2).sum(-1, keepdim=True) / x.shape[-1] + eps)
-            scaled = (dout * factor).abs()
+            rstd, scaled = 1 / torch.sqrt((s**2).mean(-1, keepdim=True) + eps), (d * factor).abs()
             term = rstd * (scaled + y.abs() * (scaled * y.abs()).mean(-1, keepdim=True))
             self.out = Expected(out.detach(), (y * factor).abs() + (0 if b is None else b.abs()))
-            self.dx = Expected(s.grad + dsum, term + dsum.abs())
-            terms = [x.abs().reshape(-1, x.shape[-1]).sum(0) for x in (dout * y, dout)]
+            self.dx = Expected(s.grad + ds, term + ds.abs())
+            terms = [x.abs().reshape(-1, x.shape[-1]).sum(0) for x in (d * y, d)]
             self.dweight = None if w is None else Expected(w.grad, terms[0])
             self.dbias = None if b is None else Expected(b.grad, terms[1])
 
 
-def activation(x: Tensor, name: str) -> Tensor:
-    if name == "silu":
-        return x / (1 + torch.exp(-x))
-    if name == "gelu":
-        return x * torch.special.ndtr(x)
-    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "gelu": lambda x: x * torch.special.ndtr(x),
+    "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+}
 
 
 class Gated:
-    """A gated unit and its gradients."""
-
     def __init__(self, gate: Tensor, up: Tensor, name: str, dout: Tensor) -> None:
-        g, u = (t.detach().cpu().double().requires_grad_() for t in (gate, up))
-        d = dout.detach().cpu().double()
-        out = activation(g, name) * u
+        g, u, d = in_fp64(gate, up, dout)
+        out = ACTIVATIONS[name](g) * u
         out.backward(d)
         with torch.no_grad():
             self.out = Expected(out.detach(), (g * u).abs())
@@ -83,8 +77,7 @@ class Mlp:
     product, what comes back to them) is followed to first order, and twice what that comes to is allowed."""
 
     def __init__(self, x: Tensor, w_gate_up: Tensor, w_down: Tensor, dout: Tensor) -> None:
-        half_ulp, smallest = HALF_ULP[x.dtype]
-        computed = COMPUTED.get(x.dtype, COMPUTED_IN_FP32)
+        half_ulp, smallest, computed = roundings(x.dtype)
 
         def product(op: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
             """Of values and their errors, [2, rows, columns]."""

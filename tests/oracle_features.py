@@ -1,4 +1,4 @@
-"""The oracle for everything that a call may say: dense fp64, one sequence after the other.
+"""Dense fp64 of everything that a call may say, one sequence after the other.
 
 Shares nothing with the package. Arguments and shapes are those of ``cutlass_fmha.attention`` in the "bshd" layout;
 ``causal`` is the op's. Sequences are cut out of packed tensors, caches and pages first. What is left is one dense
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import oracle
@@ -26,43 +27,26 @@ SAME_FOR_ALL = {"window", "softcap", "max_seqlen_q", "max_seqlen_k", "num_splits
 # sum. It decides where a head has few elements: the largest of many is never small by accident.
 DEVIATIONS = 4.0
 
+#: Relative error of a rounding in the arithmetic of a dtype, fp32 but of fp64: reference and result have errors there.
+HALF_ULP = {torch.float64: 2.0**-52}
 #: How many scores are computed at a time.
 CHUNK = {"cpu": 2**22, "cuda": 2**26}
 
 
-@dataclass(frozen=True)
-class Features:
-    """``attention``'s keyword arguments. Those of the last group change no result."""
-
-    window: tuple[int | None, int | None] | None = None
-    mask: Tensor | None = None
-    bias: Tensor | None = None
-    prefix_lengths: Tensor | None = None
-    block_mask: tuple[Tensor, Tensor, tuple[int, int]] | None = None
-    softcap: float = 0.0
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    dropout_p: float = 0.0
-    dropout_seed: Tensor | int | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
-    leftpad_k: Tensor | None = None
-    page_table: Tensor | None = None
-    cache_batch_idx: Tensor | None = None
-
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    num_splits: int | None = None
-    batch_invariant: bool = False
+#: ``attention``'s keyword arguments, of which the last change no result.
+ARGUMENTS = (
+    *("window", "mask", "bias", "prefix_lengths", "block_mask", "softcap", "alibi_slopes", "sinks", "dropout_p"),
+    *("dropout_seed", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "page_table"),
+    *("cache_batch_idx", "max_seqlen_q", "max_seqlen_k", "num_splits", "batch_invariant"),
+)
+Features = namedtuple("Features", ARGUMENTS, defaults=(None,) * len(ARGUMENTS))
 
 
 @dataclass(frozen=True)
 class Sequence:
     """One sequence: its queries and keys in use, and where its output stands. ``rows``: a range of queries."""
 
-    features: Features
+    features: Any
     scale: float
     causal: str
     number: int
@@ -79,9 +63,7 @@ class Sequence:
 
     def per_query_head(self, kv: Tensor) -> Tensor:
         """[num_heads, n_k, head_dim]: repeated for the query heads that share a head of key or value."""
-        group, rest = divmod(self.q.shape[1], kv.shape[1])
-        assert rest == 0, "query heads are no multiple of key heads"
-        return kv.transpose(0, 1).repeat_interleave(group, dim=0)
+        return kv.transpose(0, 1).repeat_interleave(self.q.shape[1] // kv.shape[1], dim=0)
 
     def distance(self, rows: slice) -> Tensor:
         """[queries, keys] of i + offset - j: how far before its query a key stands."""
@@ -90,41 +72,32 @@ class Sequence:
         return i + offset - torch.arange(len(self.k), device=self.q.device)
 
     def visible(self, rows: slice) -> Tensor:
-        """[num_heads or 1, queries, keys] bool."""
         f, distance = self.features, self.distance(rows)
         left, right = (math.inf if side in (None, -1) else side for side in f.window or (None, None))
         right = right if self.causal == "none" else min(right, 0)
         seen = (distance <= left) & (distance >= -right)
         if f.prefix_lengths is not None:
             seen |= torch.arange(len(self.k), device=self.q.device) < f.prefix_lengths[self.number]
-        seen = seen[None]
-        if f.mask is not None:
-            seen = seen & self.part(f.mask, rows)
+        seen = seen[None] if f.mask is None else seen & self.part(f.mask, rows)
         return seen if f.block_mask is None else seen & self.blocks[:, rows]
 
     def part(self, x: Tensor, rows: slice) -> Tensor:
         """What of a mask or a bias is the sequence's: [num_heads or 1, queries or 1, keys or 1]."""
         x = x[(None,) * (4 - x.dim())]
         x = x[self.number if x.shape[0] > 1 else 0]
-        if x.shape[1] > 1:
-            x = x[:, : len(self.q)][:, rows]
+        x = x[:, : len(self.q)][:, rows] if x.shape[1] > 1 else x
         return x[:, :, : len(self.k)] if x.shape[2] > 1 else x
 
     @functools.cached_property
     def blocks(self) -> Tensor:
         """[num_heads, n_q, n_k] bool: the block lists as a dense mask."""
-        assert self.features.block_mask is not None
         counts, indices, (block_m, block_n) = self.features.block_mask
-        heads, n_blocks = self.q.shape[1], counts.shape[2]
-        counts = counts.cpu().expand(-1, heads, -1)[self.number if counts.shape[0] > 1 else 0]
-        indices = indices.cpu().expand(-1, heads, -1, -1)[self.number if indices.shape[0] > 1 else 0]
-        seen = torch.zeros(heads, n_blocks * block_m, len(self.k), dtype=torch.bool)
-        for head in range(heads):
-            for block in range(n_blocks):
-                for entry in indices[head, block, : counts[head, block]].tolist():
-                    queries = slice(block * block_m, (block + 1) * block_m)
-                    seen[head, queries, entry * block_n : (entry + 1) * block_n] = True
-        return seen[:, : len(self.q)].to(self.q.device)
+        counts, indices = (x[self.number if len(x) > 1 else 0] for x in (counts, indices))
+        keys = torch.arange(len(self.k), device=self.q.device) // block_n
+        seen = torch.zeros(self.q.shape[1], counts.shape[1], len(self.k), dtype=torch.bool, device=self.q.device)
+        for entry in range(indices.shape[2]):
+            seen |= (indices[..., entry, None] == keys) & (entry < counts)[..., None]
+        return seen.repeat_interleave(block_m, 1)[:, : len(self.q)]
 
     def scores(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """[num_heads, queries, keys], with everything that is added; in ``dtype`` throughout."""
@@ -140,9 +113,7 @@ class Sequence:
 
     @property
     def slopes(self) -> Tensor:
-        """[num_heads, 1, 1]."""
-        slopes = self.features.alibi_slopes
-        assert slopes is not None
+        slopes: Any = self.features.alibi_slopes
         return (slopes[self.number] if slopes.dim() == 2 else slopes)[:, None, None]
 
     def probabilities(self, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -157,11 +128,9 @@ class Sequence:
     @functools.cached_property
     def kept(self) -> Tensor | None:
         """[num_heads, n_q, n_k] bool: which probabilities dropout leaves."""
-        f = self.features
-        if f.dropout_p == 0.0:
+        f, sizes = self.features, (self.q.shape[1], len(self.q), len(self.k))
+        if not f.dropout_p:
             return None
-        assert f.dropout_seed is not None
-        sizes = self.q.shape[1], len(self.q), len(self.k)
         keep = kept(int(f.dropout_seed) % 2**64, dropped_of_65536(f.dropout_p), self.number, *sizes)
         return torch.from_numpy(keep).to(self.q.device)
 
@@ -173,7 +142,7 @@ class Sequence:
         return 1.0 / (1.0 - dropped_of_65536(self.features.dropout_p) / 65536)
 
 
-def sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, f: Features) -> Iterator[Sequence]:
+def sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, f: Any) -> Iterator[Sequence]:
     cu_q = None if f.cu_seqlens_q is None else f.cu_seqlens_q.tolist()
     batch = q.shape[0] if cu_q is None else len(cu_q) - 1
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -185,7 +154,7 @@ def sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str,
         yield Sequence(f, scale, causal, b, q[place][:used], keys, values, (place,), lse_place)
 
 
-def _rows(kv: Tensor, b: int, f: Features) -> Tensor:
+def _rows(kv: Tensor, b: int, f: Any) -> Tensor:
     """The rows of key or value that are the sequence's, [n_k, num_heads_kv, head_dim]."""
     used = None if f.seqused_k is None else int(f.seqused_k[b])
     if f.page_table is not None:  # which means nothing behind the pages in use
@@ -198,9 +167,9 @@ def _rows(kv: Tensor, b: int, f: Features) -> Tensor:
     return rows[:used][0 if f.leftpad_k is None else int(f.leftpad_k[b]) :]
 
 
-def dropped_of_65536(dropout_p: float) -> int:
+def dropped_of_65536(dropout_p: float | None) -> int:
     """How many of the numbers of 16 bits drop: never all."""
-    return min(65535, round(65536 * dropout_p))
+    return min(65535, round(65536 * (dropout_p or 0.0)))
 
 
 def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
@@ -245,38 +214,30 @@ def _lse_shape(q: Tensor) -> tuple[int, ...]:
     return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
 
 
-class Granted(NamedTuple):
-    exact_scores: bool
-    product_error: float
-
-
 def compare(
     out: Tensor, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
     causal: str = "none", exact_scores: bool = False, product_error: float = 0.0, **features: Any,
 ) -> Errors:  # fmt: skip
-    """Errors of ``out`` and, when given, of ``lse``.
-
-    An error of a score counts as much as its key's probability does. float32 and float64 are granted the
-    roundings of their sums.
+    """Errors of ``out`` and, when given, of ``lse``. An error of a score counts as much as its key's probability does.
+    float32 and float64 are granted the roundings of their sums.
 
     exact_scores: every product and sum of Q K^T is exact in fp32 whatever the order, so no error of the scores is
         granted. Huge scores are only comparable that way: their rounding errors alone would decide the softmax.
     product_error: half ulps of fp32 that each product of q k and of p v may be off by besides, relative.
     """
-    if mistake := oracle._mistaken("output", out, [*q.shape[:-1], v.shape[-1]], q):
+    mistake = oracle._mistaken("output", out, [*q.shape[:-1], v.shape[-1]], q)
+    if lse is not None:
+        mistake = mistake or oracle._mistaken("softmax_lse", lse, _lse_shape(q), q, torch.float32)
+    if mistake:
         return mistake
-    if lse is not None and (mistake := oracle._mistaken("softmax_lse", lse, _lse_shape(q), q, torch.float32)):
-        return mistake
-    granted = Granted(exact_scores, product_error)
     if q.dim() == 4 and len(q) > 1 and SAME_FOR_ALL.issuperset(features):
         out, q, k, v = map(_as_heads, (out, q, k, v))
         lse = None if lse is None else lse.flatten(0, 1)[None]
-    worst = [0.0] * 4
+    fours = [torch.zeros(4, dtype=torch.float64, device=q.device)]
     for s in sequences(q, k, v, scale, causal, Features(**features)):
-        errors = [_unused_rows(s, out, lse)] + [_errors(s, rows, out, lse, granted) for rows in s.chunks()]
-        for four in torch.stack(errors).tolist():
-            worst = [max(*pair) if pair[1] == pair[1] else math.inf for pair in zip(worst, four, strict=True)]
-    return Errors(*worst)
+        fours.append(_unused_rows(s, out, lse))
+        fours += [_errors(s, rows, out, lse, (exact_scores, product_error)) for rows in s.chunks()]
+    return Errors(*torch.stack(fours).nan_to_num(math.inf, math.inf).amax(0).tolist())
 
 
 def _as_heads(x: Tensor) -> Tensor:
@@ -292,8 +253,7 @@ def _unused_rows(s: Sequence, out: Tensor, lse: Tensor | None) -> Tensor:
     return torch.where(torch.stack([wrong, wrong, lse_wrong, lse_wrong]), math.inf, 0.0).double()
 
 
-def _errors(s: Sequence, rows: slice, out: Tensor, lse: Tensor | None, granted: Granted) -> Tensor:
-    """[4]: what ``Errors`` holds."""
+def _errors(s: Sequence, rows: slice, out: Tensor, lse: Tensor | None, granted: tuple[bool, float]) -> Tensor:
     p, ref_lse = s.probabilities(rows, torch.float64)
     values, weights = s.per_query_head(s.v).double(), s.dropped(p, rows) * s.factor
     ref = weights @ values
@@ -304,19 +264,16 @@ def _errors(s: Sequence, rows: slice, out: Tensor, lse: Tensor | None, granted: 
     if len(s.k):
         largest = values.nan_to_num(0.0, 0.0, 0.0).abs().amax(dim=(1, 2)).unsqueeze(-1)
         tolerance += 2.0 * s.factor * score_error.clamp_max(1.0) * largest
-    nothing = p.sum(-1) == 0.0  # exactly zero, no tolerance at all
-    tolerance = tolerance.masked_fill(nothing, 0.0)
+    tolerance = tolerance.masked_fill(p.sum(-1) == 0.0, 0.0)  # exactly zero, no tolerance at all
     ours = out[s.out_place][: len(s.q)][rows].transpose(0, 1)
     # What dropout scales up may be too large for the dtype: then it is infinite, or the largest number.
     overflow = (ref.abs() + tolerance.unsqueeze(-1) > most) & (ours.double().clamp(-most, most) == ref.sign() * most)
-    errors = [*oracle._worst(oracle._difference(ours, ref).masked_fill(overflow, 0.0).amax(-1), tolerance)]
-    if lse is None:
-        return torch.stack([*errors, *[torch.zeros_like(errors[0])] * 2])
+    errors = oracle._worst(oracle._difference(ours, ref).masked_fill(overflow, 0.0).amax(-1), tolerance)
     start = None if s.features.sinks is None else s.features.sinks.double()[:, None]
     lse_tolerance = oracle._lse_tolerance(ref_lse, len(s.k) + 1, score_error, start)
-    difference = oracle._difference(lse[s.lse_place][:, : len(s.q)][:, rows], ref_lse)
-    errors += oracle._worst(difference, lse_tolerance.masked_fill(ref_lse == -math.inf, 0.0))
-    return torch.stack(errors)
+    found = ref_lse if lse is None else lse[s.lse_place][:, : len(s.q)][:, rows]
+    difference = oracle._difference(found, ref_lse)
+    return torch.stack([*errors, *oracle._worst(difference, lse_tolerance.masked_fill(ref_lse == -math.inf, 0.0))])
 
 
 def _unfused(s: Sequence, rows: slice) -> Tensor:
@@ -327,13 +284,7 @@ def _unfused(s: Sequence, rows: slice) -> Tensor:
     return (weights @ s.per_query_head(s.v).to(compute) * s.factor).to(s.q.dtype)
 
 
-def _half_ulp(dtype: torch.dtype) -> float:
-    """Relative error of one rounding in the arithmetic that ``dtype`` is computed with. fp64, which the
-    reference is computed in, too, may differ from it by the errors of both."""
-    return 2.0**-52 if dtype == torch.float64 else FP32_EPS
-
-
-def _score_errors(s: Sequence, rows: slice, p: Tensor, granted: Granted) -> tuple[Tensor, Tensor]:
+def _score_errors(s: Sequence, rows: slice, p: Tensor, granted: tuple[bool, float]) -> tuple[Tensor, Tensor]:
     """Bounds on the error of a score: [num_heads, queries, keys], and averaged over the keys as P weighs them.
 
     An error e_j of every score changes p_j by p_j (e_j - sum_j p_j e_j) to first order, and the LSE by the sum.
@@ -343,11 +294,11 @@ def _score_errors(s: Sequence, rows: slice, p: Tensor, granted: Granted) -> tupl
     times the softcap once more rounded. Every term that is added is rounded itself, with its sum, into log2 units and
     in the exponent: 4 half ulps.
     """
-    f, eps = s.features, _half_ulp(s.q.dtype)
+    f, eps = s.features, HALF_ULP.get(s.q.dtype, FP32_EPS)
     norms = [x.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1) for x in (s.q[rows], s.k)]
     dot = abs(s.scale) * norms[0].T.unsqueeze(-1) * s.per_query_head(norms[1].unsqueeze(-1)).transpose(1, 2)
     halves = s.q.shape[-1] / 8 + 2 if s.q.dtype in (torch.float16, torch.bfloat16) else s.q.shape[-1] + 8
-    halves = 0.0 if granted.exact_scores else halves + granted.product_error
+    halves = 0.0 if granted[0] else halves + granted[1]
     error = halves * eps * dot.expand_as(p)
     size = torch.zeros_like(p)
     if f.softcap:
@@ -365,19 +316,17 @@ def _score_errors(s: Sequence, rows: slice, p: Tensor, granted: Granted) -> tupl
     return errors, average
 
 
-def _rounding(s: Sequence, ref: Tensor, weights: Tensor, values: Tensor, granted: Granted) -> Tensor:
+def _rounding(s: Sequence, ref: Tensor, weights: Tensor, values: Tensor, granted: tuple[bool, float]) -> Tensor:
     """[num_heads, queries]: what rounding the output, P and the sums may cost."""
     info = torch.finfo(s.q.dtype)
     ulps = oracle.ULPS * oracle.ulp(_row_max(ref), s.q.dtype)
-    if len(s.k) == 0:
-        return ulps
     if s.q.dtype in (torch.float16, torch.bfloat16):
         # Half an ulp of p, relative, or of the smallest number that there is.
         least = (weights != 0.0) * (info.smallest_normal * info.eps / 2 * s.factor)
         variance = (info.eps / 2 * weights) ** 2 + least**2
         return torch.maximum(ulps, DEVIATIONS * _row_max((variance @ values**2).sqrt()))
-    halves = len(s.k) + 16 + granted.product_error
-    return ulps + halves * _half_ulp(s.q.dtype) * _row_max(weights @ values.abs())
+    halves = len(s.k) + 16 + granted[1]
+    return ulps + halves * HALF_ULP.get(s.q.dtype, FP32_EPS) * _row_max(weights @ values.abs())
 
 
 def _row_max(x: Tensor) -> Tensor:

@@ -7,12 +7,10 @@ that the backward reads, and of the gradients. The tolerance is set per row of a
     max |found - ref|  <=  2 max |unfused - ref|  +  2 ulp(max |ref|)  +  score term
 
 or, in place of the first two, 4 deviations of what these roundings cost: the largest of many is never small by
-accident. What can't be avoided: P is rounded once, as dV's operand; dS twice, by the P that it is a multiple of (times
-a softcap's slope, before that product is rounded) and as operand of dQ and dK; the output once, for D. A deviation is
-taken as half an ulp of each, 1.7 times that of a rounding that is as likely anywhere within it: beyond 4 of them is
-one of 10^10 such sums (Hoeffding), and 10,000 problems compare about so many. Kernels on the simulator come to half of
-the tolerance, and 3 % more of a gradient is beyond it. An element of a bias's gradient may be off by the worst that
-P's rounding can do, which some elements meet; and where the bias is broadcast, by what a sum in fp32 costs.
+accident. P is rounded once, as dV's operand; dS twice, by the P that it is a multiple of (times a softcap's slope,
+before that product is rounded) and as operand of dQ and dK; the output once, for D. A deviation is taken as half an ulp
+of each: beyond 4 of them is one of 10^10 such sums (Hoeffding), and 10,000 problems compare about so many. An element
+of a bias's gradient may be off by the worst that P's rounding can do, and where it is broadcast by a sum in fp32.
 
 float16 ends at 65504. A gradient beyond is infinite. So is dS as an operand: dQ of its query and dK of its key then
 need not be finite, whatever they are multiplied by afterwards. A loss is scaled by such infinities: a finite number in
@@ -23,14 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import oracle
 import oracle_features
 import torch
 from feature_tensors import Call
 from oracle import FP32_EPS, Errors
-from oracle_features import DEVIATIONS, Features, Granted, Sequence
+from oracle_features import DEVIATIONS, Features, Sequence
 from torch import Tensor
 
 #: fp32's least normal number: exponentials and products that are smaller may be 0, for GPUs flush them. A key
@@ -42,7 +40,6 @@ NAMES = ("q", "k", "v", "bias", "sinks")
 
 
 def sequences(call: Call, **changed: Tensor) -> Iterator[Sequence]:
-    """Those of a call, some of whose tensors are others."""
     q, k, v = (changed.pop(name, getattr(call, name)) for name in "qkv")
     yield from oracle_features.sequences(q, k, v, call.scale, call.causal, Features(**{**call.features, **changed}))
 
@@ -97,13 +94,10 @@ def compare(
     call: Call, found: dict[str, Tensor], dout: Tensor, dlse: Tensor | None, product_error: float = 0.0
 ) -> Errors:
     """The worst of the gradients ``found``, in the shapes of what they are of, by ratio to its tolerance.
-
-    product_error: half ulps of fp32 that each product may be off by besides, relative.
-    """
-    exact = reference(call, dout, dlse)
-    worst = Errors(0.0, 0.0)
+    product_error: half ulps of fp32 that each product may be off by besides, relative."""
+    exact, errors = reference(call, dout, dlse), [Errors(0.0, 0.0)]
     summed = {name: torch.zeros_like(exact[name]) for name in NAMES[3:] if name in found}
-    added = _Added(*(torch.zeros_like(exact["bias"]) for _ in range(2))) if "bias" in found else None
+    added = [torch.zeros_like(exact["bias"]) for _ in range(2)] if "bias" in found else []
     for name, x in found.items():
         if mistake := oracle._mistaken(f"d{name}", x, exact[name].shape, exact[name], x.dtype):
             return mistake
@@ -113,38 +107,36 @@ def compare(
         if "sinks" in summed and dlse is not None:  # what no key gets of the LSE, a sum in fp32
             size = s.features.sinks.double().abs().nan_to_num(0.0, 0.0, 0.0) if len(s.k) == 0 else 0.0
             summed["sinks"] += (16 + 4 * size) * FP32_EPS * dlse[s.lse_place][:, : len(s.q)].double().abs().sum(-1)
-        if len(s.q) == 0 or len(s.k) == 0:
-            continue
-        for x in (mine.q, mine.k, mine.v):
-            x.zero_()
-        errors = _errors(call, s, found, exact, dout, dlse, summed, added, product_error)
-        worst = max((worst, *errors), key=lambda e: e.out_ratio if e.out_ratio == e.out_ratio else math.inf)
-    if added is not None:
-        summed["bias"] += added.tolerance
+        if len(s.q) and len(s.k):
+            for x in (mine.q, mine.k, mine.v):
+                x.zero_()
+            errors += _errors(call, s, found, exact, dout, dlse, summed, added, product_error)
     for name, tolerance in summed.items():
-        tolerance = tolerance + oracle.ULPS * oracle.ulp(exact[name].abs(), found[name].dtype) + FLUSHED
-        difference = _difference(found[name], exact[name], tolerance)
-        ratio = torch.where(difference == 0.0, 0.0, difference / tolerance)
-        if ratio.numel() and not float(ratio.max()) <= worst.out_ratio:
-            worst = Errors(float(difference.max()), float(ratio.max()))
+        tolerance += oracle.ULPS * oracle.ulp(exact[name].abs(), found[name].dtype) + FLUSHED
+        if name == "bias":  # the first addend meets 0; roundings of like addends are alike, too
+            tolerance += FP32_EPS * (added[0] - 1.0).clamp_min(0.0) * added[1]
+        errors.append(_judged(_difference(found[name], exact[name], tolerance), tolerance))
     for name, mask in nobodys.items():
         if (found[name].masked_fill(~mask, 0.0) != 0.0).any():
             return oracle._failed(f"d{name} of rows that are nobody's is not 0")
-    return worst
+    return max(errors, key=lambda e: e.out_ratio)
+
+
+def _judged(difference: Tensor, tolerance: Tensor) -> Errors:
+    ratio = torch.where(difference == 0.0, 0.0, difference / tolerance).nan_to_num(math.inf, math.inf)
+    return Errors(float(difference.max()), float(ratio.max())) if ratio.numel() else Errors(0.0, 0.0)
 
 
 def _errors(
     call: Call, s: Sequence, found: dict[str, Tensor], exact: dict[str, Tensor], dout: Tensor,
-    dlse: Tensor | None, summed_up: dict[str, Tensor], added: _Added | None, product_error: float,
+    dlse: Tensor | None, summed_up: dict[str, Tensor], added: Any, product_error: float,
 ) -> list[Errors]:  # fmt: skip
     """Of q, k and v of a sequence; adds what those of bias and sinks may be off by to ``summed_up``, and what is
     summed of a bias's to ``added``."""
-    dtype, group = s.q.dtype, s.q.shape[1] // s.k.shape[1]
-    own_dout = dout[s.out_place][: len(s.q)].transpose(0, 1)
-    own_dlse = None if dlse is None else dlse[s.lse_place][:, : len(s.q)]
-    t = terms(s, own_dout.double(), own_dlse, None)
-    low = terms(s, own_dout.float(), own_dlse, dtype)
-    q, k = s.q.transpose(0, 1), s.per_query_head(s.k)
+    dtype, rows, group = s.q.dtype, slice(0, len(s.q)), s.q.shape[1] // s.k.shape[1]
+    q, k, v = s.q.transpose(0, 1).double(), s.per_query_head(s.k).double(), s.per_query_head(s.v).double()
+    own_dlse, d = None if dlse is None else dlse[s.lse_place][:, rows], dout[s.out_place][rows].transpose(0, 1).double()
+    t, low = terms(s, d, own_dlse, None), terms(s, d.float(), own_dlse, dtype)
 
     def summed(x: Tensor) -> Tensor:
         """Over the query heads that share a head of keys."""
@@ -152,13 +144,10 @@ def _errors(
 
     def products(ds: Tensor, p: Tensor, of: Callable[[Tensor], Tensor], scale: float) -> dict[str, Tensor]:
         """What dS and P say of the gradients, heads first, of ``of`` operands."""
-        return {
-            "q": ds @ of(k) * scale,
-            "k": summed(ds.transpose(1, 2) @ of(q)) * scale,
-            "v": summed(p.transpose(1, 2) @ of(own_dout)),
-        }
+        of_k, of_v = summed(ds.transpose(1, 2) @ of(q)) * scale, summed(p.transpose(1, 2) @ of(d))
+        return {"q": ds @ of(k) * scale, "k": of_k, "v": of_v}
 
-    unfused = products(low.ds, low.p * low.kept, lambda x: x.float(), s.scale)
+    unfused = products(low.ds, low.p * low.kept, Tensor.float, s.scale)
     # Roundings of P and dS, independent of each other; that of the output, alike for all keys of a query.
     eps, most = torch.finfo(dtype).eps, torch.finfo(dtype).max
     least = max(torch.finfo(dtype).smallest_normal * eps / 2, FLUSHED)
@@ -166,43 +155,40 @@ def _errors(
     of_p = (t.p != 0.0) * (t.dp * t.kept - t.term) ** 2
     ds_variance = 2 * (eps / 2 * t.ds) ** 2 + (t.ds != 0.0) * least**2 + least**2 * of_p
     p_variance = (eps / 2 * weights) ** 2 + (weights != 0.0) * (least * t.kept) ** 2
-    out = weights @ s.per_query_head(s.v).double()
+    out = weights @ v
     of_output = (eps / 2 * out) ** 2 + (out != 0.0) * least**2
-    term_variance = (of_output * own_dout.double() ** 2).sum(-1, keepdim=True)
-    term_variance = term_variance + (p_variance * t.dp**2).sum(-1, keepdim=True)
-    variance = products(ds_variance, p_variance, lambda x: x.double() ** 2, s.scale**2)
+    term_variance = (of_output * d**2).sum(-1, keepdim=True) + (p_variance * t.dp**2).sum(-1, keepdim=True)
+    variance = products(ds_variance, p_variance, torch.square, s.scale**2)
     slopes = t.p * t.slope
-    variance["q"] = variance["q"] + term_variance * (slopes @ k.double() * s.scale) ** 2
-    variance["k"] = variance["k"] + summed((slopes**2 * term_variance).transpose(1, 2) @ q.double() ** 2) * s.scale**2
+    variance["q"] += term_variance * (slopes @ k * s.scale) ** 2
+    variance["k"] += summed((slopes**2 * term_variance).transpose(1, 2) @ q**2) * s.scale**2
     spread = {name: DEVIATIONS * x.sqrt() for name, x in variance.items()}
     if (s.k == s.k[:1]).all() and (s.v == s.v[:1]).all():  # P is alike, and dS: so are their roundings
-        of_term = (of_output.sqrt() * own_dout.double().abs()).sum(-1, keepdim=True)
-        of_term = of_term + (p_variance.sqrt() * t.dp.abs()).sum(-1, keepdim=True)
+        of_term = (of_output.sqrt() * d.abs()).sum(-1, keepdim=True)
+        of_term += (p_variance.sqrt() * t.dp.abs()).sum(-1, keepdim=True)
         of_ds = 2 * ds_variance.sqrt() + slopes * of_term
-        alike = products(of_ds, p_variance.sqrt(), lambda x: x.double().abs(), abs(s.scale))
+        alike = products(of_ds, p_variance.sqrt(), torch.abs, abs(s.scale))
         spread = {name: torch.maximum(x, alike[name]) for name, x in spread.items()}
     # An error of a score, of the LSE or of a sum in fp32, of either sign.
-    errors, average = oracle_features._score_errors(s, slice(0, len(s.q)), t.p, Granted(False, product_error))
-    _, lse = s.probabilities(slice(0, len(s.q)), torch.float64)
+    errors, average = oracle_features._score_errors(s, rows, t.p, (False, product_error))
+    _, lse = s.probabilities(rows, torch.float64)
     average = (average + (16 + 4 * lse.abs().masked_fill(lse == -math.inf, 0.0)) * FP32_EPS)[..., None]
     score = errors + average
-    norms = own_dout.double().norm(dim=-1, keepdim=True) * s.per_query_head(s.v).double().norm(dim=-1)[:, None]
+    norms = d.norm(dim=-1, keepdim=True) * v.norm(dim=-1)[:, None]
     product = product_error * FP32_EPS
-    sums = (own_dout.shape[-1] / 4 + 8) * FP32_EPS + product
+    sums = (d.shape[-1] / 4 + 8) * FP32_EPS + product
     size = (t.dp * t.kept).abs() + t.term.abs()
     capped = 16 * FP32_EPS if s.features.softcap else 0.0
     wrong = t.p * ((score + capped) * size + sums * (norms * t.kept + (t.p * norms).sum(-1, keepdim=True)))
     wrong_ds, wrong_p = wrong + product * t.ds.abs(), weights * (score + product)
-    allowed = products(wrong_ds, wrong_p, lambda x: x.double().abs(), abs(s.scale))
+    allowed = products(wrong_ds, wrong_p, torch.abs, abs(s.scale))
     off = DEVIATIONS * term_variance.sqrt()
     if "bias" in summed_up:
         share = (eps / 2 * t.p + least) * of_p.sqrt() + t.p * off + wrong
         # Of an element the score's own error, not the average.
-        dot = q.double().norm(dim=-1, keepdim=True) * k.double().norm(dim=-1)[:, None]
-        share = share + product * abs(s.scale) * dot * t.p * size
-        _add_broadcast(summed_up["bias"], s.number, share)
-        assert added is not None
-        added.add(s.number, t.ds)
+        dot = q.norm(dim=-1, keepdim=True) * k.norm(dim=-1)[:, None]
+        _add_broadcast(summed_up["bias"], s, share + product * abs(s.scale) * dot * t.p * size)
+        _add_partial(added, s, t.ds)
     if "sinks" in summed_up:
         sinks = s.features.sinks.double()[:, None, None]
         relative = 2 * average + sums + 4 * FP32_EPS * sinks.abs()
@@ -216,40 +202,25 @@ def _errors(
     errors = []
     for name in "qkv":
         mine = own(call, s, name, found[name]).transpose(0, 1).double()
-        ref = own(call, s, name, exact[name]).transpose(0, 1)
+        ref, infinite = own(call, s, name, exact[name]).transpose(0, 1), beyond[name][..., None]
         rounded = unfused[name].to(dtype).double().clamp(-most, most)
-        tolerance = 2.0 * _largest((rounded - ref.clamp(-most, most)).masked_fill(beyond[name][..., None], 0.0))
+        tolerance = 2.0 * _largest((rounded - ref.clamp(-most, most)).masked_fill(infinite, 0.0))
         tolerance += oracle.ULPS * oracle.ulp(_largest(ref), dtype)
-        tolerance = torch.maximum(tolerance, _largest(spread[name]))
-        tolerance += _largest(allowed[name]) + FLUSHED
-        difference = _difference(mine, ref, tolerance[..., None], most)
-        difference = _largest(difference.masked_fill(beyond[name][..., None] & ~mine.isfinite(), 0.0))
-        ratio = torch.where(difference == 0.0, 0.0, difference / tolerance)
-        errors.append(Errors(float(difference.max()), float(ratio.max())))
+        tolerance = torch.maximum(tolerance, _largest(spread[name])) + _largest(allowed[name]) + FLUSHED
+        difference = _difference(mine, ref, tolerance[..., None], most).masked_fill(infinite & ~mine.isfinite(), 0.0)
+        errors.append(_judged(_largest(difference), tolerance))
     return errors
 
 
-class _Added(NamedTuple):
-    """Of the addends of a bias's gradient: how many are not 0, and the largest partial sum. One head's are summed in
-    order, and those of several heads or sequences at a time: none takes back what another has added."""
-
-    count: Tensor
-    largest: Tensor
-
-    def add(self, b: int, ds: Tensor) -> None:
-        """[num_heads, queries, keys] of sequence ``b``."""
-        _add_broadcast(self.count, b, (ds != 0.0).double())
-        sizes = self.count[(None,) * (4 - self.count.dim())].shape
-        along = [dim for dim in (1, 2) if sizes[1 + dim] == 1]
-        if len(along) == 2:
-            ds, along = ds.flatten(1)[:, None], [2]
-        partial = ds.cumsum(along[0]).abs().amax(along[0], keepdim=True) if along else ds.abs()
-        _add_broadcast(self.largest, b, partial)
-
-    @property
-    def tolerance(self) -> Tensor:
-        """The first addend meets 0. Roundings of like addends are alike, too."""
-        return FP32_EPS * (self.count - 1.0).clamp_min(0.0) * self.largest
+def _add_partial(added: Any, s: Sequence, ds: Tensor) -> None:
+    """To the count of addends of a bias's gradient that are not 0, and the largest partial sum. One head's are summed
+    in order, those of several heads or sequences at a time: none takes back what another has added."""
+    _add_broadcast(added[0], s, (ds != 0.0).double())
+    sizes = added[0][(None,) * (4 - added[0].dim())].shape
+    along = [dim for dim in (1, 2) if sizes[1 + dim] == 1]
+    if len(along) == 2:
+        ds, along = ds.flatten(1)[:, None], [2]
+    _add_broadcast(added[1], s, ds.cumsum(along[0]).abs().amax(along[0], keepdim=True) if along else ds.abs())
 
 
 def _difference(found: Tensor, ref: Tensor, tolerance: Tensor, most: float | None = None) -> Tensor:
@@ -259,12 +230,9 @@ def _difference(found: Tensor, ref: Tensor, tolerance: Tensor, most: float | Non
     return difference.masked_fill((ref.abs() + tolerance > most) & (found == ref.sign() * math.inf), 0.0)
 
 
-def _add_broadcast(total: Tensor, b: int, share: Tensor) -> None:
-    """Adds [num_heads, queries, keys] of sequence ``b`` to what is broadcast to [batch, num_heads, ...]."""
-    total = total[(None,) * (4 - total.dim())]
-    total = total[b if total.shape[0] > 1 else 0]
-    total = total[:, : share.shape[1]] if total.shape[1] > 1 else total
-    total = total[..., : share.shape[2]] if total.shape[2] > 1 else total
+def _add_broadcast(total: Tensor, s: Sequence, share: Tensor) -> None:
+    """Adds [num_heads, queries, keys] of a sequence to what is broadcast to [batch, num_heads, ...]."""
+    total = s.part(total, slice(None))
     total += share.sum_to_size(total.shape)
 
 
@@ -275,5 +243,4 @@ def own(call: Call, s: Sequence, name: str, x: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Of each row."""
     return x.abs().amax(-1)

@@ -1,49 +1,36 @@
-"""What the kernels beside attention compute, in fp64, row after row. Shares nothing with the package.
-
-Shapes are those of the public functions: outputs [batch, seqlen_q, num_heads, head_dim_v] or packed without a
-batch, LSEs [batch, num_heads, seqlen_q] or [num_heads, total_q].
-"""
+"""What the kernels beside attention compute, in fp64. Shares nothing with the package. Shapes are those of the public
+functions: outputs [batch, seqlen_q, num_heads, head_dim_v] or packed, LSEs [batch, num_heads, seqlen_q]."""
 
 from __future__ import annotations
 
 import math
 
+import oracle
 import torch
 from torch import Tensor
-
-#: Half an ulp of each dtype, relative, and half its smallest number.
-HALF_ULP = {
-    torch.float16: (2.0**-11, 2.0**-25),
-    torch.bfloat16: (2.0**-8, 2.0**-134),
-    torch.float32: (2.0**-24, 2.0**-150),
-    torch.float64: (2.0**-53, 0.0),
-}
-
-#: What a few operations in fp32 (of float64 tensors: fp64) add to the rounding, relative to what goes in.
-COMPUTED = {torch.float64: 2.0**-48}
-COMPUTED_IN_FP32 = 2.0**-20
 
 #: Of what was allowed, the largest part that a comparison found.
 worst = 0.0
 
 
+def roundings(dtype: torch.dtype) -> tuple[float, float, float]:
+    """Half an ulp, relative, half the smallest number, and what a few operations in fp32 (of float64: fp64) add."""
+    info = torch.finfo(dtype)
+    return info.eps / 2, info.smallest_normal * info.eps / 2, 2.0**-48 if dtype == torch.float64 else 2.0**-20
+
+
 def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One state of several, in fp64. A part whose LSE is -inf does not exist, whatever its output is."""
     outputs = torch.stack([o.double() for o, _ in parts])
-    lses = torch.stack([lse.double().transpose(-1, -2) for _, lse in parts])  # as outputs, without head_dim
-    maximum = lses.amax(0)
-    weights = torch.exp(lses - maximum.masked_fill(maximum == -math.inf, 0.0))
-    total = weights.sum(0)
-    total = total.masked_fill(total == 0.0, 1.0)
-    terms = weights[..., None] * outputs.masked_fill((lses == -math.inf)[..., None], 0.0)
-    return terms.sum(0) / total[..., None], (maximum + total.log()).transpose(-1, -2)
+    lses = torch.stack([lse.double().mT for _, lse in parts])  # as outputs, without head_dim
+    weights, lse = oracle._softmax(lses.movedim(0, -1))
+    terms = weights.movedim(-1, 0)[..., None] * outputs.masked_fill((lses == -math.inf)[..., None], 0.0)
+    return terms.sum(0), lse.mT
 
 
 def assert_merged(output: Tensor, lse: Tensor | None, parts: list[tuple[Tensor, Tensor]]) -> None:
-    """An output and its LSE are those of ``parts``, up to one rounding of the output."""
     expected, expected_lse = merge(parts)
-    absent = [(x == -math.inf).transpose(-1, -2)[..., None] for _, x in parts]
-    sizes = [o.double().abs().masked_fill(x, 0.0) for (o, _), x in zip(parts, absent, strict=True)]
+    sizes = [o.double().abs().masked_fill((x == -math.inf).mT[..., None], 0.0) for o, x in parts]
     assert_close(output, expected, torch.stack(sizes).amax(0))
     if lse is not None:
         finite = expected_lse.isfinite()
@@ -80,12 +67,10 @@ def places(
     found = {}
     for b, first in enumerate(cache_seqlens.tolist()):
         for i in range(seqlen_new if isinstance(seqlen_new, int) else seqlen_new[b]):
-            at = first + i
+            entry, at = b if cache_batch_idx is None else int(cache_batch_idx[b]), first + i
             if page_table is not None:
                 entry = int(page_table[b, at // rows]) if 0 <= at < rows * page_table.shape[1] else -1
                 at %= rows
-            else:
-                entry = b if cache_batch_idx is None else int(cache_batch_idx[b])
             if 0 <= entry < entries and 0 <= at < rows and first >= 0:
                 found[b, i] = entry, at
     return found
@@ -99,8 +84,7 @@ def bits(x: Tensor) -> Tensor:
 @torch.no_grad()
 def assert_close(out: Tensor, expected: Tensor, largest: Tensor) -> None:
     global worst
-    half_ulp, smallest = HALF_ULP[out.dtype]
-    relative = COMPUTED.get(out.dtype, COMPUTED_IN_FP32)
+    half_ulp, smallest, relative = roundings(out.dtype)
     allowed = half_ulp * expected.abs() + smallest + relative * largest
     error = (out.double() - expected).abs()
     ratio = float((error / allowed.clamp(min=2.0**-1000)).max()) if error.numel() else 0.0

@@ -1,15 +1,12 @@
-"""Attention problems: what is asked, which numbers, and how everything lies in memory.
-
-A problem is data, so that the same list runs against every row, a report can name what failed, and hypothesis
-can draw more. ``operands.py`` and ``feature_tensors.py`` make its tensors, ``listed_problems.py`` has the
-problems that every row is run on.
-"""
+"""Attention problems as data, so that the same list runs against every row, a report can name what failed, and
+hypothesis can draw more. ``operands.py`` and ``feature_tensors.py`` make their tensors."""
 
 from __future__ import annotations
 
 import random
+from collections import namedtuple
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from feature_tensors import Call, Maker
@@ -17,20 +14,14 @@ from hypothesis import strategies as st
 from operands import CAUSAL, LAYOUTS, OF_EACH, filled, lay_out
 from torch import Tensor
 
-EXACT_FILLS = ("large", "huge")
+OUT_LAYOUTS = ("bshd", "bhsd", "padded", "unaligned")
 MEMORY = ("plain", "expanded", "missing", "transposed", "padded", "strided", "overlapping")
 #: Of tables, lists, slopes and seeds. "overlapping": each row begins one number after the one before.
 SMALL_MEMORY = ("plain", "strided", "expanded", "overlapping")
 
 
-class Lengths(NamedTuple):
-    """Of each sequence: rows, of them used, and rows before the first key."""
-
-    rows_q: list[int]
-    used_q: list[int]
-    rows_k: list[int]
-    used_k: list[int]
-    padding: list[int]
+#: Of each sequence: rows, of them used, and rows before the first key.
+Lengths = namedtuple("Lengths", "rows_q used_q rows_k used_k padding")
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,7 @@ class Problem:
     window: tuple[int, int] | None = None  # (left, right), -1 without limit
     mask: tuple[str, str] | None = None  # in which of the dimensions "bhqk" it has a size, and MEMORY
     bias: tuple[str, str, str] | None = None  # the same, with "same" or "float32" between
-    bias_fill: str = "normal"  # "minus-inf" (in part), "huge"
+    bias_fill: str = "normal"  # "minus-inf": in part
     prefix: bool = False
     blocks: tuple[int, int] | None = None  # queries and keys of a block
     block_dims: str = "bh"  # for which of them there are lists of blocks
@@ -76,31 +67,25 @@ class Problem:
     seed: int = 0
 
     def __str__(self) -> str:
-        """What differs from the defaults, as the call that makes it."""
         said = (f"{name}={x!r}" for name, x in vars(self).items() if x != DEFAULTS[name])
         return f"Problem({', '.join(said)})"
 
     @property
     def features(self) -> list[str]:
-        """What the problem has, by name, for reports."""
         others = {
-            self.causal: self.causal != "none", "scale": self.scale is not None,
-            "splits": (self.num_splits or 1) > 1, "other head_dim_v": self.head_dim_v != self.head_dim,
+            self.causal: self.causal != "none", "splits": (self.num_splits or 1) > 1,
+            "other head_dim_v": self.head_dim_v != self.head_dim,
             "odd head dim": self.head_dim % 8 or self.head_dim_v % 8,
             "grouped heads": self.num_heads != self.num_heads_kv,
+            f"mask {self.mask and self.mask[1]}": self.mask, f"bias {self.bias and self.bias[2]}": self.bias,
         }  # fmt: skip
-        found = [name for name in REPORTED if getattr(self, name)] + [name for name in others if others[name]]
-        found += [f"fill {self.fill}", f"layout {self.layout}", f"memory {self.memory}"]
-        found += [f"mask {self.mask[1]}"] if self.mask else []
-        return found + ([f"bias {self.bias[2]}"] if self.bias else [])
+        found = [name for name, x in vars(self).items() if x and not DEFAULTS[name] and name != "seed"]
+        found += [f"{name} {getattr(self, name)}" for name in ("fill", "layout", "memory")]
+        return found + [name for name, there in others.items() if there]
 
     @property
     def group(self) -> int:
         return self.num_heads // self.num_heads_kv if self.num_heads_kv else 1
-
-    @property
-    def exact_scores(self) -> bool:
-        return self.fill in EXACT_FILLS
 
     def runs_on(self, alignment: int) -> bool:
         """Whether a row that asks for ``alignment`` bytes can take the problem's memory layout."""
@@ -110,33 +95,23 @@ class Problem:
         """query, key and value as [batch, seqlen, heads, head_dim] views between NaN, without features."""
         return lay_out(*filled(self, dtype, head_dim, device), self.layout)
 
-    @property
-    def pages(self) -> int:
-        """Of a sequence at most."""
-        return -(-self.seqlen_k // self.page_size) if self.page_size else 0
-
-    @property
-    def shares_pages(self) -> bool:
-        """Sequences have pages in common."""
-        return self.page_size > 0 and self.memory in ("expanded", "overlapping")
+    def call(self, dtype: torch.dtype, device: torch.device | str) -> Call:
+        return Maker(self, dtype, device).call()
 
     @property
     def capacity(self) -> int:
-        """Keys that a sequence has room for."""
-        return self.pages * self.page_size if self.page_size else self.seqlen_k
-
-    @property
-    def width(self) -> int:
-        """Keys of the longest sequence, for all that the host knows: what masks and biases are as wide as."""
-        return max(self.lengths().used_k, default=0) if self.is_bounded else self.capacity
+        """Keys that a sequence has room for: whole pages."""
+        page = self.page_size or 1
+        return -(-self.seqlen_k // page) * page
 
     @property
     def is_bounded(self) -> bool:
         return self.bounded and self.used_k and not self.packed_k
 
-    def call(self, dtype: torch.dtype, device: torch.device | str) -> Call:
-        """The tensors, filled and laid out."""
-        return Maker(self, dtype, device).call()
+    @property
+    def width(self) -> int:
+        """Keys of the longest sequence, for all that the host knows: what masks and biases are as wide as."""
+        return max(self.lengths().used_k, default=0) if self.is_bounded else self.capacity
 
     def lengths(self) -> Lengths:
         """Drawn from the seed: one sequence is as long as the longest may be, others often empty."""
@@ -159,23 +134,15 @@ class Problem:
 
 
 DEFAULTS = {name: entry.default for name, entry in Problem.__dataclass_fields__.items()}
-REPORTED = (
-    *("window", "mask", "bias", "prefix", "blocks", "blocks_beyond", "softcap", "alibi", "sinks", "dropout"),
-    *("packed_q", "packed_k", "used_q", "used_k", "leftpad", "page_size", "indexed", "pack", "bounded"),
-)
-
-
 HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 112, 128, 160, 192, 200, 256, 1, 5, 33, 100, 250)
 FILLS_WITHOUT_A_SCALE = ("normal", "constant", "ramp", "steep-ramp", "outliers", "huge-values", "small", "tiny")
 
 
 def fitted(problem: Problem, head_dim: int, head_dim_v: int, block_m: int, block_n: int) -> Problem:
     """The problem as a row can take it that has these head dims at most and divides blocks of these sizes."""
-    blocks = problem.blocks
-    if blocks is not None:
-        blocks = (-(-blocks[0] // block_m) * block_m, -(-blocks[1] // block_n) * block_n)
-    dims = min(problem.head_dim, head_dim), min(problem.head_dim_v, head_dim_v)
-    return replace(problem, head_dim=dims[0], head_dim_v=dims[1], blocks=blocks)
+    p, (m, n) = problem, problem.blocks or (0, 0)
+    blocks = p.blocks and (-(-m // block_m) * block_m, -(-n // block_n) * block_n)
+    return replace(p, head_dim=min(p.head_dim, head_dim), head_dim_v=min(p.head_dim_v, head_dim_v), blocks=blocks)
 
 
 def sometimes(values: st.SearchStrategy[Any], nothing: Any = None) -> st.SearchStrategy[Any]:
@@ -187,14 +154,12 @@ def sometimes(values: st.SearchStrategy[Any], nothing: Any = None) -> st.SearchS
 def problems(draw: st.DrawFn, longest: int = 700) -> Problem:
     """Any mixture of features, of moderate size. Shrinks towards a plain problem."""
     length = st.one_of(st.integers(0, 40), st.integers(0, 300), st.integers(0, longest))
-    flag = sometimes(st.just(True), False)
-    decode = draw(st.booleans())
+    flag, decode = sometimes(st.just(True), False), draw(st.booleans())
     seqlen_q, seqlen_k = draw(st.integers(1, 16) if decode else length), draw(length)
     group, heads_kv = draw(st.integers(1, 8 if decode else 4)), draw(st.integers(1, 3))
     head_dim = draw(st.sampled_from(HEAD_DIMS))
     page_size = draw(sometimes(st.sampled_from((16, 48, 64, 256)), 0))
-    packed_k = not page_size and draw(flag)
-    fill = draw(st.sampled_from(FILLS_WITHOUT_A_SCALE))
+    packed_k, fill = not page_size and draw(flag), draw(st.sampled_from(FILLS_WITHOUT_A_SCALE))
     dims = st.sets(st.sampled_from("bhqk")).map(lambda names: "".join(x for x in "bhqk" if x in names))
     memory = st.sampled_from(MEMORY)
     side = st.one_of(st.just(-1), st.integers(0, 30), st.integers(0, longest))
@@ -203,9 +168,8 @@ def problems(draw: st.DrawFn, longest: int = 700) -> Problem:
         num_heads_kv=heads_kv, head_dim=head_dim, head_dim_v=draw(sometimes(st.sampled_from(HEAD_DIMS), head_dim)),
         causal=draw(st.sampled_from(CAUSAL)),
         scale=draw(sometimes(st.one_of(st.just(0.0), st.floats(-1.0, 1.0, width=32)))), fill=fill,
-        out_layout=draw(st.sampled_from(("bshd", "bhsd", "padded", "unaligned"))), return_lse=draw(st.booleans()),
-        window=draw(sometimes(st.tuples(side, side))),
-        mask=draw(sometimes(st.tuples(dims, memory))),
+        out_layout=draw(st.sampled_from(OUT_LAYOUTS)), return_lse=draw(st.booleans()),
+        window=draw(sometimes(st.tuples(side, side))), mask=draw(sometimes(st.tuples(dims, memory))),
         bias=draw(sometimes(st.tuples(dims, st.sampled_from(("same", "float32")), memory))),
         bias_fill=draw(st.sampled_from(("normal", "minus-inf"))), prefix=draw(flag),
         blocks=draw(sometimes(st.sampled_from(((64, 64), (128, 64), (64, 128), (192, 128))))),
@@ -220,9 +184,7 @@ def problems(draw: st.DrawFn, longest: int = 700) -> Problem:
         memory=draw(sometimes(st.sampled_from(SMALL_MEMORY[1:]), "plain")),
         pack=draw(st.booleans()), seed=draw(st.integers(0, 2**16)), bounded=draw(st.booleans()),
     )  # fmt: skip
-    return replace(problem, layout=draw(st.sampled_from(OF_EACH if has_lengths(problem) else LAYOUTS)))
-
-
-def has_lengths(p: Problem) -> bool:
-    """Whether sequences differ in which of their rows count."""
-    return bool(p.packed_q or p.packed_k or p.used_q or p.used_k or p.leftpad or p.page_size or p.indexed)
+    # Where sequences differ in which of their rows count, they have rows of their own.
+    lengths = ("packed_q", "packed_k", "used_q", "used_k", "leftpad", "page_size", "indexed")
+    layouts = OF_EACH if any(getattr(problem, name) for name in lengths) else LAYOUTS
+    return replace(problem, layout=draw(st.sampled_from(layouts)))

@@ -13,7 +13,6 @@ def ints(*numbers: int) -> Tensor:
 
 
 def starts(*lengths: int) -> Tensor:
-    """Where sequences of these lengths begin, and where the last one ends."""
     return ints(0, *accumulate(lengths))
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
-import oracle_features
 import oracle_gradients
 import pytest
 import torch
-from backward_launch import OVERFLOWING, BackwardLaunch, fit, listed
+from backward_launch import OVERFLOWING, BackwardLaunch, listed
 from problems import Problem, problems
 
 from cutlass_fmha import _C
@@ -30,25 +31,10 @@ def row(dtype: str) -> Any:
     return SimpleNamespace(name=None, dtype=dtype, **said)
 
 
-def launched(launch: BackwardLaunch) -> BackwardLaunch:
+def launched(dtype: str, problem: Problem, make: Callable[..., BackwardLaunch] = BackwardLaunch.of) -> BackwardLaunch:
+    launch = make(row(dtype), problem, "cpu")
     launch.run()
     return launch
-
-
-@pytest.mark.parametrize("problem", MIXED, ids=str)
-def test_formulas_are_what_autograd_makes_of_attention(problem: Problem):
-    call = problem.call(torch.float64, "cpu")
-    dout, dlse = (torch.randn(*call.q.shape[:-1], 64).double(), torch.randn(*oracle_features._lse_shape(call.q)))
-    exact = oracle_gradients.reference(call, dout, dlse.double())
-    for s in (s for s in oracle_gradients.sequences(call) if len(s.q) and len(s.k)):
-        own_dout, own_dlse = dout[s.out_place][: len(s.q)].transpose(0, 1), dlse[s.lse_place][:, : len(s.q)]
-        t = oracle_gradients.terms(s, own_dout, own_dlse, None)
-        group = s.q.shape[1] // s.k.shape[1]
-        dq = t.ds @ s.per_query_head(s.k) * s.scale
-        dv = (t.p * t.kept).transpose(1, 2) @ own_dout
-        for name, found in (("q", dq), ("v", dv.unflatten(0, (-1, group)).sum(1))):
-            expected = oracle_gradients.own(call, s, name, exact[name])
-            torch.testing.assert_close(found.transpose(0, 1), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -57,29 +43,32 @@ def test_the_cpu_backend_is_within_the_tolerance(dtype: str):
 
     def check(problem: Problem) -> None:
         if problem.num_heads:
-            launched(BackwardLaunch.of(row(dtype), problem, "cpu")).errors().check()
+            launched(dtype, problem).errors().check()
 
     hypothesis.settings(max_examples=60)(hypothesis.given(problem=problems(longest=120))(check))()
     for problem in listed(row(dtype)) if dtype == "float32" else ():
         check(problem)
 
 
-@pytest.mark.parametrize("name", "qkv")
-def test_a_wrong_gradient_is_not(name: str):
-    launch = launched(BackwardLaunch.of(row("bfloat16"), MIXED[0], "cpu"))
-    right = launch.found[name].clone()
-    for at in (30, -1):
-        for wrong in (right[:, at].roll(1, -1), right[:, at] * 1.03, right[:, at] * torch.nan):
-            launch.found[name] = right.clone()
-            launch.found[name][:, at] = wrong
-            errors = launch.errors()
-            assert errors.complaint or errors.out_ratio > 1, f"{name}, row {at}"
-    assert fit(MIXED[0], launch.row) == launch.problem
+WRONG = (lambda x: x.roll(1, -1), lambda x: x * 1.05, lambda x: x * torch.nan)
+
+
+@pytest.mark.parametrize("problem", MIXED, ids=str)
+def test_a_wrong_gradient_is_not(problem: Problem):
+    launch = launched("bfloat16", problem)
+    right = launch.found
+    for name in "qkv":
+        rows = right[name].flatten(0, -2)
+        largest = rows.norm(dim=-1).argsort(descending=True)
+        wrongs = itertools.product(largest[[0, len(rows) // 3], None], WRONG)
+        for row, wrong in [*wrongs, (largest[-1:], lambda x: x + 1)]:  # the least of packed rows is nobody's
+            found = rows.index_copy(0, row, wrong(rows[row])).view(right[name].shape)
+            launch.found = right | {name: found}
+            assert not launch.errors().worst <= 1, f"{name}, row {row}"
 
 
 def first_ds(launch: BackwardLaunch) -> torch.Tensor:
     """Of the first sequence, in fp64: [num_heads, queries, keys]."""
-    assert launch.dlse is not None
     s, dout = next(oracle_gradients.sequences(launch.call)), launch.dout[0].transpose(0, 1).double()
     return oracle_gradients.terms(s, dout, launch.dlse[0], None).ds
 
@@ -87,7 +76,7 @@ def first_ds(launch: BackwardLaunch) -> torch.Tensor:
 def test_only_what_is_beyond_float16_may_not_be_finite():
     """dQ and dK of a dS beyond 65504, whatever the scale makes of it; dV where it is beyond itself."""
     for problem in OVERFLOWING[:2]:
-        launch = launched(BackwardLaunch.overflowing(row("float16"), problem, "cpu"))
+        launch = launched("float16", problem, BackwardLaunch.overflowing)
         right, large = launch.found, first_ds(launch).abs() > 70000.0
         rows = {"q": large.any(2).T, "k": large.any(1).unflatten(0, (2, 2)).any(1).T}
         for name, beyond in rows.items():
@@ -101,9 +90,8 @@ def test_only_what_is_beyond_float16_may_not_be_finite():
 
 @pytest.mark.parametrize("dims", ["q", "k", "hk"])
 def test_a_bias_may_be_summed_in_fp32_one_addend_after_the_other(dims: str):
-    """Of like addends, whose roundings are alike; but none may be left out."""
     problem = Problem(40, 1500, batch=1, bias=(dims, "float32", "plain"), fill="tiny", seed=1)
-    launch = launched(BackwardLaunch.of(row("float32"), problem, "cpu"))
+    launch = launched("float32", problem)
     order = {"q": (1, 0, 2), "k": (2, 0, 1), "hk": (0, 2, 1)}[dims]
     addends = first_ds(launch).float().permute(order).flatten(len(dims)).unbind(-1)
     for some, agrees in ((addends, True), (addends[1:], False)):

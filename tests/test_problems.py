@@ -8,32 +8,16 @@ import oracle_features
 import pytest
 import torch
 from listed_problems import listed
-from operands import CAUSAL, FILLS, GUARD, OF_EACH
+from operands import FILLS, GUARD, OF_EACH
 from problems import Problem
 
-DTYPES = [torch.float16, torch.bfloat16]
-LISTED = listed()
 
-
-def test_listed_problems_cover_what_they_should():
-    assert len({str(problem) for problem in LISTED}) == len(LISTED)
-    assert {problem.layout for problem in LISTED} == {*OF_EACH, "packed"}
-    assert {problem.fill for problem in LISTED} == set(FILLS)
-    assert {problem.causal for problem in LISTED} == set(CAUSAL)
-    assert any(p.seqlen_q == 0 < p.seqlen_k for p in LISTED)
-    assert any(p.seqlen_k == 0 < p.seqlen_q for p in LISTED)
-    assert any(p.causal == "bottom-right" and p.seqlen_q > p.seqlen_k > 0 for p in LISTED)
-    assert any(p.num_heads_kv == 1 < p.num_heads for p in LISTED)
-    assert any(1 < p.num_heads_kv < p.num_heads for p in LISTED)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", [*OF_EACH, "packed"])
-def test_layouts_hold_the_numbers_and_nan_around_them(layout: str, dtype: torch.dtype):
+def test_layouts_hold_the_numbers_and_nan_around_them(layout: str):
     for lengths in ((7, 7), (7, 3)):
-        problem = Problem(*lengths, num_heads=4, layout=layout)
-        plain = Problem(*lengths, num_heads=4).inputs(dtype, 32, "cpu")
-        for x, expected in zip(problem.inputs(dtype, 32, "cpu"), plain, strict=True):
+        plain = Problem(*lengths, num_heads=4).inputs(torch.float16, 32, "cpu")
+        laid = Problem(*lengths, num_heads=4, layout=layout).inputs(torch.float16, 32, "cpu")
+        for x, expected in zip(laid, plain, strict=True):
             assert x.shape == expected.shape and x.stride(-1) == 1
             assert layout == "expanded" or torch.equal(x, expected)
             buffer = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
@@ -42,14 +26,15 @@ def test_layouts_hold_the_numbers_and_nan_around_them(layout: str, dtype: torch.
             assert aligned == (layout != "unaligned")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_fills_do_what_they_are_named_for(dtype: torch.dtype):
+    assert {problem.fill for problem in listed()} == set(FILLS)
+
     def lse_and_scores(fill: str, seqlen_k: int = 300) -> tuple[torch.Tensor, torch.Tensor]:
-        problem = Problem(50, seqlen_k, fill=fill, scale=1.0 if fill == "huge" else None, head_dim=32)
-        q, k, v = problem.inputs(dtype, 32, "cpu")
+        q, k, v = Problem(50, seqlen_k, fill=fill).inputs(dtype, 64, "cpu")
         assert not any(x.isnan().any() for x in (q, k, v))
-        scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * (problem.scale or 32**-0.5)
-        return oracle_features.attention(q, k, v, problem.scale)[1], scores
+        scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 8
+        return oracle_features.attention(q, k, v)[1], scores
 
     def times_raised(scores: torch.Tensor, block: int = 64) -> int:
         """Most blocks of one row whose maximum is far above everything before."""
@@ -66,4 +51,4 @@ def test_fills_do_what_they_are_named_for(dtype: torch.dtype):
     scores = lse_and_scores("near-minus-120")[1]
     assert scores.min() > -135 and scores.max() < -105
     scores = lse_and_scores("huge")[1]
-    assert scores.max() > 2.0**31 and torch.equal(scores, scores.float().double())
+    assert scores.max() > 2.0**28 and torch.equal(scores, scores.float().double())

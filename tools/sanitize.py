@@ -1,19 +1,13 @@
 """Small problems for every kernel of this GPU under NVIDIA's compute-sanitizer.
 
-    python tools/sanitize.py --tool racecheck               or memcheck, synccheck, initcheck, all
-    python tools/sanitize.py --tool racecheck --rows d128   only kernels with d128 in their name
-    python tools/sanitize.py --tool memcheck --seconds 60   until then: of every kernel a problem, then another of each
-    python tools/sanitize.py                                the problems alone, against the dense fp64 oracle
-
 Exit status 1 when a tool reports an error or a hazard, or when it could not look at every kernel. The problems are in
-small_problems.py; CUTLASS_FMHA_FORCE_ARCH picks the kernels as it does elsewhere.
+small_problems.py; without a tool they run alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import itertools
 import math
 import os
 import re
@@ -25,9 +19,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 #: mbarrier objects per block that racecheck and synccheck follow; left to themselves they may count too few.
-BARRIERS = 32
-TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-#: Kernels that a tool can't judge: initcheck does not see what TMA writes.
+BARRIERS = ("--num-cuda-barriers=32",)
+#: With what each is told; initcheck does not see what TMA writes, and can't judge such kernels.
+TOOLS = {"memcheck": (), "racecheck": BARRIERS, "synccheck": BARRIERS, "initcheck": ()}
 UNSEEN = {"initcheck": ("_tma",)}
 #: Exit status where the time was over before every kernel had a problem.
 CUT = 3
@@ -44,11 +38,11 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)"
 
 def take(names: Iterable[str], parts: Sequence[str], without: Sequence[str]) -> list[str]:
     """The names with one of ``parts`` (any, where there are none) and none of ``without`` in them."""
-    left = [name for name in names if not any(part in name for part in without)]
-    return [name for name in left if any(part in name for part in parts)] if parts else left
+    left = (name for name in names if not any(part in name for part in without))
+    return [name for name in left if not parts or any(part in name for part in parts)]
 
 
-def check_kernels(parts: Sequence[str], without: Sequence[str], seconds: float = math.inf) -> int:
+def check_kernels(parts: Sequence[str], without: Sequence[str], seconds: float) -> int:
     """Runs problems of these kernels, of each the first, then of each the second, until the time is over, and
     tells which were reached. Returns 0, CUT, or 1 where there is no kernel."""
     sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -56,19 +50,17 @@ def check_kernels(parts: Sequence[str], without: Sequence[str], seconds: float =
 
     found, ran, end = kernels(), 0, time.monotonic() + seconds
     names = take(found, parts, without)
-    waiting = collections.deque((name, found[name]()) for name in names)
-    missed = set(names)
+    waiting, missed = collections.deque((name, found[name]()) for name in names), set(names)
     while waiting and time.monotonic() < end:
         name, problems = waiting.popleft()
         print(name, flush=True)
         missed.discard(name)
-        for _ in itertools.islice(problems, 1):
+        if next(problems, waiting) is not waiting:
             ran += 1
             waiting.append((name, problems))
     whole = f"{len(names) - len(waiting)} with all of their problems: {ran}"
-    print(f"{len(names) - len(missed)} of {len(names)} kernels, {whole}", flush=True)
-    for name in sorted(missed):
-        print(f"not reached: {name}", flush=True)
+    told = [f"{len(names) - len(missed)} of {len(names)} kernels, {whole}"]
+    print(*told, *(f"not reached: {name}" for name in sorted(missed)), sep="\n", flush=True)
     return CUT if missed else int(not names)
 
 
@@ -77,14 +69,11 @@ def verdict(tool: str, status: int, output: str) -> str | None:
     summaries = [int(count) for count in _SUMMARY.findall(output)]
     if not summaries:
         return f"{tool} printed no summary (exit status {status}): it did not run to the end"
-    found = sum(summaries) - len(_SAME_ZEROS.findall(output))
-    if found:
+    if found := sum(summaries) - len(_SAME_ZEROS.findall(output)):
         return f"{tool} reports {found} errors or hazards"
-    if status == CUT:
-        return f"{tool} found nothing, and its time was over before every kernel had a problem"
-    if status != 0:
-        return f"{tool} found nothing, and the problems failed with exit status {status}"
-    return None
+    failed = f"the problems failed with exit status {status}"
+    why = {0: None, CUT: "its time was over before every kernel had a problem"}.get(status, failed)
+    return why and f"{tool} found nothing, and {why}"
 
 
 def run_tool(tool: str, parts: Sequence[str], seconds: float) -> str | None:
@@ -92,8 +81,7 @@ def run_tool(tool: str, parts: Sequence[str], seconds: float) -> str | None:
     program = shutil.which("compute-sanitizer")
     if program is None:
         return "compute-sanitizer was not found on PATH: install the CUDA toolkit's sanitizer"
-    limit = [f"--num-cuda-barriers={BARRIERS}"] if tool in ("racecheck", "synccheck") else []
-    command = [program, "--tool", tool, *limit, sys.executable, __file__]
+    command = [program, "--tool", tool, *TOOLS[tool], sys.executable, __file__]
     command += ["--seconds", str(seconds), "--without", *UNSEEN.get(tool, ()), "--rows", *parts]
     # An allocation of its own for every tensor: inside the allocator's pool an access beyond one end would
     # hit another.
@@ -108,7 +96,7 @@ def run_tool(tool: str, parts: Sequence[str], seconds: float) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser()
     add = parser.add_argument
     add("--tool", choices=(*TOOLS, "all"), help="run under this tool of compute-sanitizer")
     add("--rows", nargs="*", default=[], metavar="PART", help="only kernels with PART in their name")
@@ -121,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     for tool in TOOLS if options.tool == "all" else (options.tool,):
         problems.append(run_tool(tool, options.rows, options.seconds))
         print(f"sanitize: {problems[-1] or f'{tool} found nothing'}", flush=True)
-    return 1 if any(problems) else 0
+    return int(any(problems))
 
 
 if __name__ == "__main__":
