@@ -31,7 +31,6 @@ def true_costs(seed: int = 0) -> dict[str, RowCost]:
 
 
 def fake_gpu(monkeypatch, noise: float = 0.01, seed: int = 0) -> FakeGpu:
-    """An L4 that obeys the model at ``true_costs``, give or take some noise per launch."""
     truth, generator = true_costs(seed), random.Random(seed)
 
     def law(row, problem: Problem) -> float:
@@ -48,12 +47,9 @@ def fake_gpu(monkeypatch, noise: float = 0.01, seed: int = 0) -> FakeGpu:
 def a_calibration(**changes: object) -> store.Calibration:
     kept = [row for row in BUILD.rows if row.head_dim == 64]
     rows = {x.name: store.Fit(datasheet.row_cost(x, L4).scaled(1.25), 0.01, 0.05, 20) for x in kept}
-    own = {
-        "gpu": L4.name, "sm_count": L4.sm_count, "package": cutlass_fmha.__version__,
-        "source_hash": str(_C.build_info()["source_hash"]),
-        "date": "2026-11-20T00:00:00+00:00", "rows": rows, "scale": {"sm89_tile": 1.25},
-    }  # fmt: skip
-    return store.Calibration(**{**own, **changes})
+    own = {"gpu": L4.name, "sm_count": L4.sm_count, "package": cutlass_fmha.__version__, "rows": rows}
+    own |= {"source_hash": str(_C.build_info()["source_hash"]), "date": "2026-11-20T00:00:00+00:00"}
+    return store.Calibration(**{**own, "scale": {"sm89_tile": 1.25}, **changes})
 
 
 def predicted(row, problem: Problem, calibration: store.Calibration) -> float:

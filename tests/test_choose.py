@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import resources
@@ -20,36 +21,26 @@ from cutlass_fmha.cost import datasheet, store
 from cutlass_fmha.dispatch import blocks, choose, device, eligibility
 from cutlass_fmha.dispatch import explain as explanation
 from cutlass_fmha.dispatch import table as tables
-from cutlass_fmha.dispatch.blocks import Tail
 from cutlass_fmha.dispatch.device import PRESETS, Device
 from cutlass_fmha.dispatch.problem import CAUSAL, Problem, mask_diagonal
-from cutlass_fmha.dispatch.table import Table
 from cutlass_fmha.errors import UnsupportedError
 
 BUILD = make_build()
 PROBLEM = Problem(2, 4096, 4096, 16, 16, 64, "float16")
-A100, RTX3090, ORIN, H200, RTX5090 = (PRESETS[name] for name in ("a100", "rtx3090", "orin", "h200", "rtx5090"))
-TURING = Device("NVIDIA T4", (7, 5), 40, 64 * 1024)
-B200 = Device("NVIDIA B200", (10, 0), 148, 227 * 1024)
-SPARK = PRESETS["gb10"]
-ELEMENT = "fwd_sm89_f16_d64_m64n64w4_element"
-
-
+NAMES = ("a100", "rtx3090", "orin", "h200", "rtx5090", "gb10")
+A100, RTX3090, ORIN, H200, RTX5090, SPARK = (PRESETS[name] for name in NAMES)
+TURING, B200 = Device("NVIDIA T4", (7, 5), 40, 64 * 1024), Device("NVIDIA B200", (10, 0), 148, 227 * 1024)
+BIG_TILE, TILE = (BUILD.by_name(f"fwd_sm89_f16_d64_{tile}") for tile in ("m256n64w8", "m64n64w4"))
+ELEMENT, OF_90, OF_120 = f"{TILE.name}_element", "fwd_sm90_f16_d64_m64n64w4", "fwd_sm120_f16_d64_m64n64w4"
+ALL, NO_90 = (89, 90, 120), (89, 120)
+LARGE = Row(0, 120, "bfloat16", 128, 256, 64, 8, "tma", 98 * 1024, stages=1, q_in_registers=False, ping_pong=True)
+SMALL = replace(LARGE, index=1, tile_m=64, tile_n=32, warps=4, smem_bytes=48 * 1024, min_blocks=2, ping_pong=False)
+LONG = Problem(2, 8192, 8192, 16, 16, 128, "bfloat16")  # 1024 tiles: six waves on 170 SMs, and 4 tiles
 pytestmark = pytest.mark.usefixtures("hermetic")
 
 
-def eligible(problem: Problem, gpu: Device, build: Table = BUILD) -> list[str]:
+def eligible(problem: Problem, gpu: Device, build: tables.Table = BUILD) -> list[str]:
     return [row.name for row in build.rows if not eligibility.reasons(row, problem, gpu, build)]
-
-
-def reasons(problem: Problem, gpu: Device = L4) -> str:
-    return "; ".join(eligibility.reasons(BUILD.by_name("fwd_sm89_f16_d64_m64n64w4"), problem, gpu, BUILD))
-
-
-# ---- which rows a device takes -----------------------------------------------------------------------------
-
-
-ALL, NO_90 = (89, 90, 120), (89, 120)
 
 
 @pytest.mark.parametrize(
@@ -64,37 +55,31 @@ ALL, NO_90 = (89, 90, 120), (89, 120)
         (NO_90, {120: "120a"}, RTX5090, 120), (NO_90, {120: "90"}, RTX5090, 89),
     ],
 )  # fmt: skip
-def test_a_device_takes_its_own_rows_or_the_ptx_of_sm_89(
-    archs: tuple[int, ...], compiled_for: dict[int, str] | None, gpu: Device, arch: int | None
-):
+def test_a_device_takes_its_own_rows_or_the_ptx_of_sm_89(archs, compiled_for: Any, gpu: Device, arch: int | None):
     build = make_build(archs, compiled_for)
     assert device.rows_arch(gpu, build.architectures) == arch
     assert {name[4:9].rstrip("_") for name in eligible(PROBLEM, gpu, build)} == ({f"sm{arch}"} if arch else set())
     assert arch is None or choose.choose(PROBLEM, gpu, table=build).arch == arch
     if arch == 89 and 120 in (compiled_for or ()):
-        (reason,) = eligibility.reasons(build.by_name("fwd_sm120_f16_d64_m64n64w4"), PROBLEM, gpu, build)
         target, number = build.architectures[120], ".".join(map(str, gpu.capability))
-        assert reason == f"compiled for sm_{target}, which a device of capability {number} can't execute"
+        reason = f"compiled for sm_{target}, which a device of capability {number} can't execute"
+        assert eligibility.reasons(build.by_name(OF_120), PROBLEM, gpu, build) == [reason]
 
 
-@pytest.mark.parametrize(
-    ("compiled_for", "gpu", "code"),
-    [
+def test_code_of_one_gpu_runs_on_others():
+    """A cubin on later GPUs of its generation; on an SoC's and on other generations PTX."""
+    for compiled_for, gpu, code in (
         ("89", A100, None), ("86", A100, None), ("80", A100, "sm_80"), ("80,89", RTX3090, "sm_80"),
         ("80,86,89", RTX3090, "sm_86"), ("80,86,89", L4, "sm_89"), ("80", L4, "sm_80"),
         ("80,89", ORIN, "compute_80"), ("89", ORIN, None), ("80,89", H200, "compute_80"),
         ("89", B200, "compute_89"), ("120f", SPARK, "sm_120f"),
-    ],
-)  # fmt: skip
-def test_code_of_one_gpu_runs_on_others(compiled_for: str, gpu: Device, code: str | None):
-    """A cubin on later GPUs of its generation; on an SoC's and on other generations PTX."""
-    assert device.can_execute(compiled_for, gpu.capability) == (code is not None)
-    assert code is None or device.code_for(compiled_for, gpu.capability) == code
+    ):  # fmt: skip
+        assert device.can_execute(compiled_for, gpu.capability) == (code is not None)
+        assert code is None or device.code_for(compiled_for, gpu.capability) == code
 
 
-@pytest.mark.parametrize(
-    ("gpu", "compiled_for", "sentence"),
-    [
+def test_a_build_without_code_for_a_device_says_how_to_get_some():
+    for gpu, compiled_for, sentence in (
         (SPARK, {120: "120a"}, r"sm_120 \(sm_120's compiled for sm_120a\) only, none .*nvcc 12.9"),
         (A100, {89: "89"}, r"sm_89 \(sm_89's compiled for sm_89\) only, none .*ARCHITECTURES=80`$"),
         (A100, {89: "86,89"}, r"compiled for sm_86 and sm_89\) only, none .*ARCHITECTURES=80`$"),
@@ -102,12 +87,10 @@ def test_code_of_one_gpu_runs_on_others(compiled_for: str, gpu: Device, code: st
         (TURING, {89: "80"}, "is older than every kernel of cutlass_fmha: .* 8.0 or newer is needed"),
         (L4, {90: "90", 120: "120f"}, "holds rows for sm_90, sm_120 only, none of which NVIDIA L4"),
         (L4, {}, r"no CUDA kernels \(CUTLASS_FMHA_CUDA=OFF\): install a wheel with CUDA"),
-    ],
-)
-def test_a_build_without_code_for_a_device_says_how_to_get_some(gpu: Device, compiled_for: dict, sentence: str):
-    with pytest.raises(UnsupportedError, match=sentence) as error:
-        choose.choose(PROBLEM, gpu, table=make_build(tuple(compiled_for), compiled_for))
-    assert "\n" not in str(error.value)
+    ):
+        with pytest.raises(UnsupportedError, match=sentence) as error:
+            choose.choose(PROBLEM, gpu, table=make_build(tuple(compiled_for), compiled_for))
+        assert "\n" not in str(error.value)
 
 
 def test_an_architecture_can_be_forced(monkeypatch):
@@ -120,7 +103,7 @@ def test_an_architecture_can_be_forced(monkeypatch):
     proxy = make_build((120,), {120: "90"})
     assert eligible(PROBLEM, H200, proxy)
     for gpu, build, code in ((H200, BUILD, "120, which a device of capability 9.0"), (RTX5090, proxy, "90, which")):
-        found = eligibility.reasons(build.by_name("fwd_sm120_f16_d64_m64n64w4"), PROBLEM, gpu, build)
+        found = eligibility.reasons(build.by_name(OF_120), PROBLEM, gpu, build)
         assert not eligible(PROBLEM, gpu, build) and f"compiled for sm_{code}" in "; ".join(found)
     monkeypatch.setenv(device.FORCE_ARCH, "80")
     with pytest.raises(ValueError, match="CUTLASS_FMHA_FORCE_ARCH must be one of 89, 90, 120, got '80'"):
@@ -128,121 +111,93 @@ def test_an_architecture_can_be_forced(monkeypatch):
 
 
 def test_each_reason_is_a_sentence_of_its_own():
+    def reasons(gpu: Device = L4, **changes: Any) -> str:
+        return "; ".join(eligibility.reasons(TILE, replace(PROBLEM, **changes), gpu, BUILD))
+
     small = replace(L4, smem_per_block=16 * 1024)
-    unaligned = "needs pointers and strides aligned to 16 bytes, and these are aligned to 2"
-    assert reasons(PROBLEM) == ""
-    assert reasons(replace(PROBLEM, dtype="bfloat16")) == "computes float16, and the tensors are bfloat16"
-    assert reasons(replace(PROBLEM, head_dim=80)) == "made for head_dim 64, and the tensors have 80"
-    assert reasons(replace(PROBLEM, alignment=2)) == unaligned
-    assert reasons(PROBLEM, PRESETS["rtx5080"]) == "made for sm_89, and this device takes the sm_120 rows"
-    assert reasons(PROBLEM, TURING) == "made for sm_89, and this device takes no row of this build"
-    assert reasons(PROBLEM, small) == "needs 24576 bytes of shared memory per block, and this device has 16384"
-    assert reasons(replace(PROBLEM, dtype="float32", head_dim=256, alignment=4), TURING).count("; ") == 3
-
-
-@pytest.mark.parametrize("causal", ["none", "bottom-right"])
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_few_queries_take_a_few_query_row(head_dim: int, causal: str):
-    """Also by the default costs: a GPU that nobody measured has idle SMs just the same."""
-    for gpu in ("rtx4090", "h200", "rtx5090"):
-        problem = Problem(1, 256, 256, 8, 8, head_dim, "float16", causal)
-        default = store.default(PRESETS[gpu])
-        assert choose.choose(problem, PRESETS[gpu], table=BUILD, calibration=default).kv_warps > 1
-
-
-@pytest.mark.parametrize("causal", ["none", "bottom-right"])
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize(("batch", "heads", "seqlen"), [(4, 32, 4096), (2, 16, 8192), (1, 32, 16384)])
-@pytest.mark.parametrize("gpu", PRESETS)
-def test_a_large_problem_never_takes_a_few_query_row(
-    gpu: str, batch: int, heads: int, seqlen: int, head_dim: int, causal: str
-):
-    problem = Problem(batch, seqlen, seqlen, heads, heads, head_dim, "float16", causal)
-    chosen = choose.choose(problem, PRESETS[gpu], table=BUILD)
-    assert chosen.kv_warps == 1
-    # Elsewhere the smaller tile may fill its last wave better.
-    assert chosen.tile_m == 256 or (gpu != "h200" and (batch < 4 or head_dim == 32))
-
-
-def test_a_row_can_be_forced_or_says_why_not():
-    """And so does the explanation."""
+    assert reasons() == ""
+    assert reasons(dtype="bfloat16") == "computes float16, and the tensors are bfloat16"
+    assert reasons(head_dim=80) == "made for head_dim 64, and the tensors have 80"
+    assert reasons(alignment=2) == "needs pointers and strides aligned to 16 bytes, and these are aligned to 2"
+    assert reasons(PRESETS["rtx5080"]) == "made for sm_89, and this device takes the sm_120 rows"
+    assert reasons(TURING) == "made for sm_89, and this device takes no row of this build"
+    assert reasons(small) == "needs 24576 bytes of shared memory per block, and this device has 16384"
+    assert reasons(TURING, dtype="float32", head_dim=256, alignment=4).count("; ") == 3
+    # A row can be forced, or says why not.
     assert choose.choose(PROBLEM, L4, ELEMENT, BUILD).name == ELEMENT
-    found = explanation.explain_problem(PROBLEM, L4, ELEMENT, BUILD)
-    assert found.winner == ELEMENT and str(found).endswith("forced by name")
     with pytest.raises(UnsupportedError, match=r"row fwd_sm90_\S+ can't run .* on NVIDIA L4.* made for sm_9"):
-        choose.choose(PROBLEM, L4, "fwd_sm90_f16_d64_m64n64w4", BUILD)
-    refused = explanation.explain_problem(PROBLEM, L4, "fwd_sm90_f16_d64_m64n64w4", BUILD)
+        choose.choose(PROBLEM, L4, OF_90, BUILD)
+    refused = explanation.explain_problem(PROBLEM, L4, OF_90, BUILD)
     assert refused.winner is None and "made for sm_90" in refused.note
-    for asked in (choose.choose, explanation.explain_problem):
-        with pytest.raises(ValueError, match="'fwd_fastest' is not a row of this build"):
-            asked(PROBLEM, L4, "fwd_fastest", BUILD)
 
 
-# ---- cost --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("causal", ["none", "bottom-right"])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("gpu", PRESETS)
+def test_few_queries_take_a_few_query_row_and_a_large_problem_never_does(gpu: str, head_dim: int, causal: str):
+    """Also by the default costs: a GPU that nobody measured has idle SMs just the same."""
+    few = Problem(1, 256, 256, 8, 8, head_dim, "float16", causal)
+    if gpu in ("rtx4090", "h200", "rtx5090"):
+        default = store.default(PRESETS[gpu])
+        assert choose.choose(few, PRESETS[gpu], table=BUILD, calibration=default).kv_warps > 1
+    for batch, heads, seqlen in ((4, 32, 4096), (2, 16, 8192), (1, 32, 16384)):
+        large = replace(few, batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=heads, num_heads_kv=heads)
+        chosen = choose.choose(large, PRESETS[gpu], table=BUILD)
+        assert chosen.kv_warps == 1
+        # Elsewhere the smaller tile may fill its last wave better.
+        assert chosen.tile_m == 256 or (gpu != "h200" and (batch < 4 or head_dim == 32))
 
 
 def test_resident_blocks_are_limited_by_shared_memory_warps_and_registers():
-    large, small = BUILD.by_name("fwd_sm89_f16_d64_m256n64w8"), BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
-    assert blocks.resident_blocks(large, L4) == 1
-    assert blocks.resident_blocks(small, L4) == 3
-    assert blocks.resident_blocks(replace(small, smem_bytes=60 * 1024), L4) == 1
-    assert blocks.resident_blocks(replace(small, smem_bytes=100 * 1024), L4) == 0
-    assert blocks.resident_blocks(replace(small, warps=32, tile_m=512, min_blocks=2), L4) == 1
-    assert blocks.resident_blocks(replace(large, min_blocks=2), L4) == 2
-    assert choose.predicted_us(replace(small, smem_bytes=100 * 1024), PROBLEM, L4) == float("inf")
-    assert choose.predicted_us(small, replace(PROBLEM, batch=0), L4) == 0
+    huge = {"smem_bytes": 100 * 1024}
+    for row, changes, number in (
+        *((BIG_TILE, {}, 1), (BIG_TILE, {"min_blocks": 2}, 2), (TILE, {}, 3), (TILE, {"smem_bytes": 60 * 1024}, 1)),
+        *((TILE, huge, 0), (TILE, {"warps": 32, "tile_m": 512, "min_blocks": 2}, 1)),
+    ):
+        assert blocks.resident_blocks(replace(row, **changes), L4) == number
+    assert choose.predicted_us(replace(TILE, **huge), PROBLEM, L4) == float("inf")
+    assert choose.predicted_us(TILE, replace(PROBLEM, batch=0), L4) == 0
+    # Of registers about as many as ptxas gives the manifest's rows for sm_90.
+    by_warps = {"tile_m": 16, "copy": "ldg_16"}
+    for registers, changes in {
+        109: {"head_dim": 32},
+        133: {"head_dim": 64},
+        151: {"head_dim": 128, "tile_n": 32},
+        208: {"head_dim": 192, "tile_n": 32},
+        255: {"head_dim": 128, "tile_m": 256, "warps": 8, "q_in_registers": False},
+        181: {"head_dim": 64, "tile_n": 32, "kv_warps": 4, **by_warps},
+        213: {"head_dim": 128, "tile_n": 16, "warps": 8, "kv_warps": 8, **by_warps},
+    }.items():
+        assert blocks.registers(replace(TILE, **changes)) == pytest.approx(registers, abs=12)
 
 
-# What ptxas gives the manifest's rows for sm_90.
-@pytest.mark.parametrize(
-    ("changes", "registers"),
-    [
-        ({"head_dim": 32}, 109),
-        ({"head_dim": 64}, 133),
-        ({"head_dim": 128, "tile_n": 32}, 151),
-        ({"head_dim": 192, "tile_n": 32}, 208),
-        ({"head_dim": 128, "tile_m": 256, "warps": 8, "q_in_registers": False}, 255),
-        ({"head_dim": 64, "tile_m": 16, "tile_n": 32, "kv_warps": 4, "copy": "ldg_16"}, 181),
-        ({"head_dim": 128, "tile_m": 16, "tile_n": 16, "warps": 8, "kv_warps": 8, "copy": "ldg_16"}, 213),
-    ],
-)
-def test_registers_are_told_from_the_tile(changes: dict, registers: int):
-    row = replace(BUILD.by_name("fwd_sm89_f16_d64_m64n64w4"), **changes)
-    assert blocks.registers(row) == pytest.approx(registers, abs=12)
-
-
-@pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
-@pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k"), [(1, 1), (200, 70), (70, 200), (1000, 1000), (300, 0), (9000, 9000), (6400, 5)]
-)
+@pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("name", ["m64n64w4", "m256n64w8", "m32n32w8k8"])
-def test_blocks_of_a_launch_are_those_of_the_mask(name: str, seqlen_q: int, seqlen_k: int, causal: str):
+def test_blocks_of_a_launch_are_those_of_the_mask(name: str, causal: str):
     row = BUILD.by_name(f"fwd_sm89_f16_d64_{name}")
-    problem = replace(PROBLEM, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    seen = [seqlen_k if problem.diagonal is None else i + problem.diagonal + 1 for i in range(seqlen_q)]
-    key_tiles = [-(-max(0, min(seqlen_k, count)) // row.tile_n) for count in seen]
-    rows = row.tile_m * row.kv_warps // row.warps
-    expected = []  # of one sequence, last tile first
-    for begin in range((seqlen_q - 1) // row.tile_m * row.tile_m, -1, -row.tile_m):
-        tile = key_tiles[begin : begin + row.tile_m]
-        warps = [max(tile[i : i + rows]) for i in range(0, len(tile), rows)]
-        share = len(warps) / (row.warps // row.kv_warps)
-        work = sum(warps) / row.kv_warps / (row.warps // row.kv_warps)
-        steps, launched = -(-max(tile) // row.kv_warps), share if max(tile) else blocks.EMPTY_BLOCK * share
-        expected.append((steps, launched, work))
-    found = blocks.groups(row, problem, L4)
-    sequences = problem.batch * problem.num_heads
-    assert sum(group.blocks for group in found) == len(expected) * sequences
-    assert found[0].steps == pytest.approx(max(steps for steps, _, _ in expected), rel=0.05)
-    # Neighbouring tiles may be played as one, and a block's warps see what the middle one sees.
-    for name, exact in zip(("steps", "warp_block", "warp_steps"), zip(*expected, strict=True), strict=True):
-        total = sum(getattr(group, name) * group.blocks for group in found) / sequences
-        assert total == pytest.approx(sum(exact), rel=0.03, abs=0.6 * len(found))
+    rows, groups = row.tile_m * row.kv_warps // row.warps, row.warps // row.kv_warps
+    for seqlen_q, keys in ((1, 1), (200, 70), (70, 200), (1000, 1000), (300, 0), (9000, 9000), (6400, 5)):
+        problem = replace(PROBLEM, causal=causal, seqlen_q=seqlen_q, seqlen_k=keys)
+        seen = [keys if problem.diagonal is None else i + problem.diagonal + 1 for i in range(seqlen_q)]
+        key_tiles = [-(-max(0, min(keys, count)) // row.tile_n) for count in seen]
+        expected = []  # of one sequence, last tile first
+        for begin in range((seqlen_q - 1) // row.tile_m * row.tile_m, -1, -row.tile_m):
+            tile = key_tiles[begin : begin + row.tile_m]
+            warps = [max(tile[i : i + rows]) for i in range(0, len(tile), rows)]
+            launched = (1 if max(tile) else blocks.EMPTY_BLOCK) * len(warps) / groups
+            expected.append((-(-max(tile) // row.kv_warps), launched, sum(warps) / row.kv_warps / groups))
+        found = blocks.groups(row, problem, L4)
+        sequences = problem.batch * problem.num_heads
+        assert sum(group.blocks for group in found) == len(expected) * sequences
+        assert found[0].steps == pytest.approx(max(steps for steps, _, _ in expected), rel=0.05)
+        # Neighbouring tiles may be played as one, and a block's warps see what the middle one sees.
+        for name, exact in zip(("steps", "warp_block", "warp_steps"), zip(*expected, strict=True), strict=True):
+            total = sum(getattr(group, name) * group.blocks for group in found) / sequences
+            assert total == pytest.approx(sum(exact), rel=0.03, abs=0.6 * len(found))
 
 
 def fill(free: list[float], durations: list[float]) -> float:
-    """When the last of some blocks ends that go to places in order, each to the first that is free.
-    free: from when each place is."""
+    """When the last block ends, of which each goes to the place that is free first. free: from when each is."""
     heapq.heapify(free)
     for us in durations:
         heapq.heapreplace(free, free[0] + us)
@@ -261,18 +216,14 @@ def busiest(durations: list[float], sms: int, resident: int, even: bool) -> floa
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom-right"])
-@pytest.mark.parametrize(
-    ("batch", "heads", "seqlen"), [(1, 8, 300), (1, 12, 500), (2, 12, 1024), (3, 16, 2000), (8, 16, 4096)]
-)
-def test_waiting_and_work_are_those_of_blocks_that_go_where_there_is_room(
-    batch: int, heads: int, seqlen: int, causal: str
-):
-    row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
+@pytest.mark.parametrize("shape", [(1, 8, 300), (1, 12, 500), (2, 12, 1024), (3, 16, 2000), (8, 16, 4096)])
+def test_waiting_and_work_are_those_of_blocks_that_go_where_there_is_room(shape: tuple[int, ...], causal: str):
+    batch, heads, seqlen = shape
     problem = Problem(batch, seqlen, seqlen, heads, heads, 64, "float16", causal)
     prices = cost.RowCost(0, 0, 0, 0, 2.0, 0.5, 1.0, 0.4, resident=3)
-    counts = cost.count(row, problem, L4, prices)
+    counts = cost.count(TILE, problem, L4, prices)
     assert counts is not None
-    launched = [group for group in blocks.groups(row, problem, L4) for _ in range(group.blocks)]
+    launched = [group for group in blocks.groups(TILE, problem, L4) for _ in range(group.blocks)]
     waiting = fill([0.0] * 3 * L4.sm_count, [2.0 * group.block + 0.5 * group.steps for group in launched])
     durations = [group.warp_block + 0.4 * group.warp_steps for group in launched]
     work = busiest(durations, L4.sm_count, 3, even=causal == "none")
@@ -284,19 +235,18 @@ def test_waiting_and_work_are_those_of_blocks_that_go_where_there_is_room(
 @pytest.mark.parametrize("left", [0, 1, 57])
 def test_a_launch_takes_no_less_than_the_memory_does(left: int):
     """And what a last wave takes besides, which is too small to keep the memory busy."""
-    row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
     heads = 2 * 58 + left
     problem = Problem(1, 64, 6400, heads, heads, 64, "float16")
     prices = cost.RowCost(3.0, 2.0, 0, 0, 1.0, 0.5, 0, 0, memory=1.5)
     megabytes = heads * 2 * (64 + 6400) * 64 * 2 / 1e6
     last = max(0.0, 1.0 + 0.5 * 100 - 1.5 * megabytes * left / heads) if left else 0.0
-    priced = cost.Priced(row, L4, prices)
+    priced = cost.Priced(TILE, L4, prices)
     assert (counts := priced.counts(problem)) is not None
     assert priced.us(problem) == pytest.approx(5.0 + 1.5 * megabytes + last + 0.01 * prices.of(counts))
     assert priced.at_least(problem) == pytest.approx(5.0 + 1.5 * megabytes)
     assert prices.scaled(2.0).memory == prices.memory
     slow = replace(prices, step=50.0)
-    assert cost.predict(row, problem, L4, slow) == cost.predict(row, problem, L4, replace(slow, memory=0.0))
+    assert cost.predict(TILE, problem, L4, slow) == cost.predict(TILE, problem, L4, replace(slow, memory=0.0))
 
 
 def test_a_row_for_any_alignment_is_the_last_resort():
@@ -310,55 +260,36 @@ def test_a_row_for_any_alignment_is_the_last_resort():
     assert eligible(replace(PROBLEM, alignment=1), L4) == []
 
 
-# ---- tails: the last tiles of a launch, whose keys several blocks divide -------------------------------------
-
-LARGE = Row(0, 120, "bfloat16", 128, 256, 64, 8, "tma", 98 * 1024, stages=1, q_in_registers=False, ping_pong=True)
-SMALL = replace(LARGE, index=1, tile_m=64, tile_n=32, warps=4, smem_bytes=48 * 1024, min_blocks=2, ping_pong=False)
-LONG = Problem(2, 8192, 8192, 16, 16, 128, "bfloat16")  # 1024 tiles: six waves on 170 SMs, and 4 tiles
-
-
-def played(tail: Tail | None, tiles: int, steps: int, places: int) -> float:
-    """When a launch ends, block by block, in steps of the main loop."""
-    last = tail.tiles if tail else 0
-    lengths = [steps] * (tiles - last)
-    if tail:
-        others = steps - tail.first - (tail.parts - 2) * tail.rest
-        lengths += [tail.first] * last + ([tail.rest] * (tail.parts - 2) + [others]) * last
-    return fill([0] * places, [length + blocks.BLOCK_STEPS for length in lengths]) + bool(tail) * blocks.COMBINE_STEPS
-
-
 @given(st.integers(1, 2000), st.integers(1, 300), st.integers(1, 200), st.just(10**9) | st.integers(1, 1000))
 @example(1024, 128, 170, 40)
 def test_a_division_is_one_that_pays_and_has_memory(tiles, steps, places, most):
-    tail = blocks._tail(tiles, steps, places, most)
-    if tail is None:
+    if (tail := blocks._tail(tiles, steps, places, most)) is None:
         return
-    assert tail.tiles == tiles % places and tail.tiles * tail.parts <= most
-    assert tail.first > 0 and 0 < steps - tail.first - (tail.parts - 2) * tail.rest <= tail.rest
-    whole = played(None, tiles, steps, places)
-    assert played(tail, tiles, steps, places) <= blocks.WORTH_A_TAIL * whole
+    last, others = tail.tiles, steps - tail.first - (tail.parts - 2) * tail.rest
+    assert last == tiles % places and last * tail.parts <= most
+    assert tail.first > 0 and 0 < others <= tail.rest
+    parts = [tail.first] * last + ([tail.rest] * (tail.parts - 2) + [others]) * last
+    ended = fill([0] * places, [length + blocks.BLOCK_STEPS for length in [steps] * (tiles - last) + parts])
+    whole = -(-tiles // places) * (steps + blocks.BLOCK_STEPS)
+    assert ended + blocks.COMBINE_STEPS <= blocks.WORTH_A_TAIL * whole
 
 
-def test_where_nothing_is_divided():
+def test_the_cost_model_sees_a_tails_blocks_and_its_second_launch():
+    assert blocks.tail_of(LARGE, LONG, RTX5090) == blocks.Tail(4, 16, 8, 8)
+    found = blocks.groups(LARGE, LONG, RTX5090)
+    assert [(group.blocks, group.steps) for group in found] == [(1020, 128), (4, 8), (60, 8)]
+    price = datasheet.row_cost(LARGE, RTX5090)
+    counts = cost.count(LARGE, LONG, RTX5090, price)
+    assert counts is not None and counts.launches == 2 and counts.steps == 6 * 128 + 8
+    undivided = cost.count(replace(LARGE, copy="cp_async_16"), LONG, RTX5090, price)
+    assert undivided is not None and price.of(counts) < 0.9 * price.of(undivided)
+    whole = cost.count(replace(LARGE, arch=89), Problem(1, 1024, 4096, 8, 8, 128, "bfloat16"), L4, price)
+    assert whole is not None and whole.steps < 64  # where all tiles are divided, no block walks all keys
     for row in (replace(LARGE, copy="cp_async_16"), SMALL):  # of which two blocks share an SM
         assert blocks.tail_of(row, LONG, RTX5090) is None
     # Of 170 sequences no wave is cut short.
     for changes in ({"causal": "bottom-right"}, {"batch": 0}, {"seqlen_k": 0}, {"seqlen_k": 64}, {"batch": 170}):
         assert blocks.tail_of(LARGE, replace(LONG, **changes), RTX5090) is None
-
-
-def test_the_cost_model_sees_its_blocks_and_its_second_launch():
-    tail = blocks.tail_of(LARGE, LONG, RTX5090)  # type: ignore[arg-type]
-    assert tail == Tail(4, 16, 8, 8)
-    found = blocks.groups(LARGE, LONG, RTX5090)  # type: ignore[arg-type]
-    assert [(group.blocks, group.steps) for group in found] == [(1020, 128), (4, 8), (60, 8)]
-    price = datasheet.row_cost(LARGE, RTX5090)  # type: ignore[arg-type]
-    counts = cost.count(LARGE, LONG, RTX5090, price)  # type: ignore[arg-type]
-    assert counts is not None and counts.launches == 2 and counts.steps == 6 * 128 + 8
-    undivided = cost.count(replace(LARGE, copy="cp_async_16"), LONG, RTX5090, price)  # type: ignore[arg-type]
-    assert undivided is not None and price.of(counts) < 0.9 * price.of(undivided)
-    whole = cost.count(replace(LARGE, arch=89), Problem(1, 1024, 4096, 8, 8, 128, "bfloat16"), L4, price)
-    assert whole is not None and whole.steps < 64  # where all tiles are divided, no block walks all keys
 
 
 def test_a_dropped_diagonal_hides_nothing():
@@ -370,32 +301,25 @@ def test_a_dropped_diagonal_hides_nothing():
             assert diagonal is None  # decoding takes the unmasked path
 
 
-# ---- explain -----------------------------------------------------------------------------------------------
-
-
-def test_an_explanation_has_every_row_and_the_winner_first():
+def test_an_explanation_has_every_row_the_winner_first_and_a_line_for_each_kind_of_irrelevant_ones():
     found = explanation.explain_problem(PROBLEM, L4, table=BUILD)
     assert len(found.rows) == len(BUILD.rows)
     assert found.winner == choose.choose(PROBLEM, L4, table=BUILD).name == found.rows[0].row.name
-    costs = [row.predicted_us for row in found.rows if row.eligible]
-    plain = [v.predicted_us for v in found.rows if v.eligible and not v.row.takes_features]
-    assert plain == sorted(plain) and len(plain) == 6 and len(costs) == 12
-    last = [x for x in found.rows if x.eligible and not x.contender]
-    assert found.rows[0].contender and [x.row for x in last if not x.row.takes_features] == [BUILD.by_name(ELEMENT)]
+    able = [row for row in found.rows if row.eligible]
+    plain = [row.predicted_us for row in able if not row.row.takes_features]
+    assert plain == sorted(plain) and len(plain) == 6 and len(able) == 12
+    last = [row for row in able if not row.contender]
+    assert found.rows[0].contender and [x.row.name for x in last if not x.row.takes_features] == [ELEMENT]
     assert str(found).count("eligible, as a last resort") == len(last) == 7
-    assert all(row.predicted_us is None and row.reasons for row in found.rows if not row.eligible)
     text, whole = str(found), str(replace(found, all_rows=True))
-    for verdict in found.rows:
-        assert verdict.row.name in whole and all(reason in whole for reason in verdict.reasons)
-        assert (f" {verdict.row.name} " in text) == (verdict.irrelevance is None)
-    assert all(row.irrelevance is None for row in found.rows if row.eligible)
+    for row in found.rows:
+        assert row.eligible or (row.predicted_us is None and row.reasons)
+        assert not row.eligible or row.irrelevance is None
+        assert row.row.name in whole and all(reason in whole for reason in row.reasons)
+        assert (f" {row.row.name} " in text) == (row.irrelevance is None)
     for each in (text, whole):
         assert f"> {found.winner}" in each and each.count(">") == 1
         assert each.endswith(f"runs: {found.winner}, the cheapest eligible row by predicted cost")
-
-
-def test_an_explanation_has_a_line_for_each_kind_of_irrelevant_rows():
-    text = str(explanation.explain_problem(PROBLEM, L4, table=BUILD))
     for line in (
         "9 rows for other head dims: 32 (4), 128 (5)",
         "21 rows for another dtype: bfloat16 (21)",
@@ -403,12 +327,11 @@ def test_an_explanation_has_a_line_for_each_kind_of_irrelevant_rows():
         "(all_rows=True, or --all, lists them)",
     ):
         assert text.count(f"\n  {line}\n") == 1
-    assert "\n  126 rows for CUDA devices: sm_89 (42), sm_90 (42), sm_120 (42)\n" in str(
-        explanation.explain_problem(PROBLEM, None, table=BUILD)
-    )
+    of_none = str(explanation.explain_problem(PROBLEM, None, table=BUILD))
+    assert "\n  126 rows for CUDA devices: sm_89 (42), sm_90 (42), sm_120 (42)\n" in of_none
 
 
-def test_explain_takes_tensors_as_attention_does(monkeypatch):
+def test_explain_takes_tensors_as_attention_does_or_a_shape(monkeypatch):
     monkeypatch.setattr(tables, "this_build", lambda: BUILD)
     q = torch.empty(2, 16, 300, 64, dtype=torch.float16)
     k = v = torch.empty(2, 4, 500, 64, dtype=torch.float16)
@@ -423,19 +346,29 @@ def test_explain_takes_tensors_as_attention_does(monkeypatch):
     assert "has no sliding window, no softcap, no sinks: that takes a scored row" in str(found)
     odd = torch.empty(2, 300, 16, 65, dtype=torch.float16)[..., :64]
     assert cutlass_fmha.explain(odd, odd, odd, arch=89).winner.endswith("_element")
-
-
-DEVICES = {
-    "l4": (58, (8, 9)), "L40S": (142, (8, 9)), "RTX 4090": (128, (8, 9)), "rtx5080": (84, (12, 0)),
-    "rtx-5090": (170, (12, 0)), "RTX PRO 6000": (188, (12, 0)), "h200": (132, (9, 0)),
-    "A100 40GB": (108, (8, 0)), "sm_86": (82, (8, 6)), "sm_89:58": (58, (8, 9)), "sm_120": (170, (12, 0)),
-    "90": (132, (9, 0)),
-}  # fmt: skip
+    shape = {"shape": (2, 1, 32, 128), "seqlen_k": 8192, "num_heads_kv": 8, "device": "h200"}
+    found = cutlass_fmha.explain(**shape, page_size=64, num_splits=3, window=(-1, 0), features=("sinks",))
+    p = found.problem
+    assert (p.page_size, p.num_splits, p.causal) == (64, 3, "bottom-right")
+    assert p.features == ("sinks", "pages", "splits") and found.winner.endswith("_scored")
+    p = cutlass_fmha.explain(**shape, head_dim_v=64, block_size=(64, 64)).problem
+    assert p.value_dim == 64 and p.block_mask == (64, 64)
+    plain = {"shape": (2, 8192, 16, 128), "seqlen_k": 100, "num_heads_kv": 4, "dtype": torch.float16}
+    found = cutlass_fmha.explain(**plain, device="rtx5090")
+    assert found.problem == Problem(2, 8192, 100, 16, 4, 128, "float16")
+    assert found.winner.startswith("fwd_sm120_f16_d128")
+    for said, sms in (({"device": "cpu"}, None), ({"arch": 89, "sm_count": 30}, 30), ({"device": L4}, 58)):
+        gpu = cutlass_fmha.explain(shape=(1, 1, 1, 64), **said).device
+        assert (gpu and gpu.sm_count) == sms
 
 
 def test_devices_have_names():
-    found = {name: device.named(name) for name in DEVICES}
-    assert {name: (gpu.sm_count, gpu.capability) for name, gpu in found.items()} == DEVICES
+    for name, preset in {
+        "L40S": "l40s", "RTX 4090": "rtx4090", "rtx-5090": "rtx5090", "RTX PRO 6000": "rtxpro6000", "sm_120": "rtx5090",
+        "A100 40GB": "a10040gb", "sm_86": "rtx3090", "90": "h200",
+    }.items():  # fmt: skip
+        assert device.named(name) is PRESETS[preset]
+    assert (device.named("sm_89:58").sm_count, device.named("sm_89:58").capability) == (58, (8, 9))
 
 
 def test_every_row_runs_something_on_its_architecture(monkeypatch):

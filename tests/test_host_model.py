@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -67,14 +68,12 @@ WALKS = [
 
 
 @pytest.mark.parametrize("dtype", NEAREST)
-@pytest.mark.parametrize(("scores", "diagonal"), WALKS)
-def test_the_reference_follows_the_maximum(scores, diagonal, dtype):
-    values = [[float(key % 5), 1.0, -float(key % 2), float(key == 0)] for key in range(len(scores))]
-    check(scores, values, 1.0, 15, diagonal, dtype, {"rel": 1e-6}, rtol=2 * NEAREST[dtype], atol=2 * NEAREST[dtype])
-
-
-def test_nan_scores_give_nan_and_do_not_pass_the_trial():
-    out, _ = _C.host.online_softmax([math.nan] + [0.0] * 63, [[1.0] * 4] * 64, 1.0, 0, None, "bfloat16")
+def test_the_reference_follows_the_maximum(dtype):
+    for scores, diagonal in WALKS:
+        values = [[float(key % 5), 1.0, -float(key % 2), float(key == 0)] for key in range(len(scores))]
+        check(scores, values, 1.0, 15, diagonal, dtype, {"rel": 1e-6}, rtol=2 * NEAREST[dtype], atol=2 * NEAREST[dtype])
+    # NaN does not pass the trial.
+    out, _ = _C.host.online_softmax([math.nan] + [0.0] * 63, [[1.0] * 4] * 64, 1.0, 0, None, dtype)
     assert all(math.isnan(x) for x in out)
 
 
@@ -88,11 +87,10 @@ def test_key_blocks_are_exactly_those_with_a_visible_key(tile, rows, tile_n, seq
     assert not counts or full == min(counts) // tile_n <= walked
 
 
-orders = st.tuples(st.integers(1, 400), st.integers(1, 12))
-tile_rows = st.sampled_from([64, 128, 256])
-
-
-@given(st.integers(0, 4), st.integers(1, 70), lengths, st.booleans(), tile_rows, orders)
+@given(
+    *(st.integers(0, 4), st.integers(1, 70), lengths, st.booleans(), st.sampled_from([64, 128, 256])),
+    st.tuples(st.integers(1, 400), st.integers(1, 12)),
+)
 def test_the_schedule_covers_every_tile_once_and_in_order(batch, heads, seqlen_q, masked, tile_m, order):
     m_blocks = math.ceil(seqlen_q / tile_m)
     # As a launch would have it: at most as many heads and tiles as there are.
@@ -112,25 +110,19 @@ def test_the_schedule_covers_every_tile_once_and_in_order(batch, heads, seqlen_q
     assert [m for _, _, m in short] == sorted((m for _, _, m in short), reverse=True)
 
 
-MB = 2**20
-
-
-@pytest.mark.parametrize(
-    ("sms", "l2_bytes", "warps", "heads", "group", "head_bytes", "expected"),
-    [
-        (40, 50 * MB, 8, 128, 1, MB, (22, 9)),  # half of it holds 25 heads: 128 in 6 alike shares
-        (40, 50 * MB, 8, 20, 1, MB, (20, 16)),  # all fit: every tile counts as a long one
-        (40, 50 * MB, 8, 32, 1, 4 * MB, (8, 9)),  # four tiles of 10 heads run at once: 32 in 4 shares
-        (40, 50 * MB, 4, 32, 1, 4 * MB, (16, 9)),  # two such blocks an SM
-        (40, 50 * MB, 8, 64, 8, 16 * MB, (8, 9)),  # heads that share keys stay together
-        (40, 50 * MB, 8, 64, 16, 64 * MB, (16, 9)),  # not one fits
-        (4, 0, 8, 64, 1, MB, (1, 9)),  # nothing known of the cache
-        (40, 50 * MB, 8, 64, 1, 0, (64, 16)),  # no key at all
-    ],
-)
-def test_heads_are_mixed_as_share_keys_in_l2(sms, l2_bytes, warps, heads, group, head_bytes, expected):
-    order = _C.host.tile_order(sms, l2_bytes, warps, heads, group, head_bytes, 16, 7)
-    assert tuple(order) == expected
+def test_heads_are_mixed_as_share_keys_in_l2():
+    mb = 2**20
+    for sms, l2_bytes, warps, heads, group, head_bytes, *expected in (
+        (40, 50 * mb, 8, 128, 1, mb, 22, 9),  # half of it holds 25 heads: 128 in 6 alike shares
+        (40, 50 * mb, 8, 20, 1, mb, 20, 16),  # all fit: every tile counts as a long one
+        (40, 50 * mb, 8, 32, 1, 4 * mb, 8, 9),  # four tiles of 10 heads run at once: 32 in 4 shares
+        (40, 50 * mb, 4, 32, 1, 4 * mb, 16, 9),  # two such blocks an SM
+        (40, 50 * mb, 8, 64, 8, 16 * mb, 8, 9),  # heads that share keys stay together
+        (40, 50 * mb, 8, 64, 16, 64 * mb, 16, 9),  # not one fits
+        (4, 0, 8, 64, 1, mb, 1, 9),  # nothing known of the cache
+        (40, 50 * mb, 8, 64, 1, 0, 64, 16),  # no key at all
+    ):
+        assert list(_C.host.tile_order(sms, l2_bytes, warps, heads, group, head_bytes, 16, 7)) == expected
 
 
 @given(st.integers(-400, 400), st.integers(1, 300), st.sampled_from([16, 64, 256]), st.integers(1, 12))
@@ -164,9 +156,6 @@ def test_ldmatrix_addresses_agree_with_the_swizzled_layout_and_meet_in_no_bank(h
     # No two of the eight rows of 16 bytes of an 8 x 8 matrix share banks.
     banks = by_layout.view(8, 8, head_dim // 8, 8)[..., 0] // 16 % 8
     assert (banks.sort(1).values == torch.arange(8)[:, None]).all()
-
-
-# ---- rows that take features --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -238,8 +227,10 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @settings(max_examples=150)
-@given(cases())
-def test_a_query_sees_what_the_definition_says(case):
+@given(cases(), st.sampled_from([1, 16, 32]), st.sampled_from([1, 16, 64]))
+@example(Case(1, 40, 20, left=2, right=0, vectors={"prefix_lengths": [5]}), 16, 16)
+@example(Case(1, 8, 64, left=0, right=50), 32, 1)
+def test_queries_see_keys_as_the_definition_says(case, tile_keys, tile_queries):
     p = case.params()
     for b, seen in enumerate(case.seen):
         place = _C.host.sequence(p, b)
@@ -248,15 +239,6 @@ def test_a_query_sees_what_the_definition_says(case):
         whole[: len(seen), : seen.shape[1]] = seen
         found = [[_C.host.sees(p, b, i, j) for j in range(case.seqlen_k)] for i in range(case.seqlen_q)]
         assert found == whole.tolist()
-
-
-@settings(max_examples=150)
-@given(cases(), st.sampled_from([1, 16, 32]), st.sampled_from([1, 16, 64]))
-@example(Case(1, 40, 20, left=2, right=0, vectors={"prefix_lengths": [5]}), 16, 16)
-@example(Case(1, 8, 64, left=0, right=50), 32, 1)
-def test_a_key_is_seen_by_the_queries_that_see_it(case, tile_keys, tile_queries):
-    p = case.params()
-    for b, seen in enumerate(case.seen):
         for j in range(case.seqlen_k):
             seeing = seen[:, j : j + 1].any(1).nonzero().flatten().tolist()
             assert list(range(*_C.host.queries_of_key(p, b, j))) == seeing, (b, j)
@@ -297,27 +279,22 @@ def test_every_visible_key_is_walked_exactly_once(case, tile_m, step, mixed, lon
     assert len(rows) == case.batch * case.heads_kv * tiles
 
 
-@pytest.mark.parametrize("counts", [[2, 0, 1], [3, 1, 2]])
-@pytest.mark.parametrize("splits", [1, 2, 5])
-def test_block_lists_are_walked_from_the_last_entry_to_the_first(counts, splits):
-    p = Case(1, 96, 256, splits=splits).params()
-    number, indices = ints(*counts), torch.tensor([[0, 2, 3], [1, 2, 3], [0, 1, 3]], dtype=torch.int32)
-    p.block_counts, p.block_indices = number.data_ptr(), indices.data_ptr()
-    p.count_stride, p.block_stride = (0, 0, 1), (0, 0, 3, 1)
-    p.block_m, p.block_n = 32, 64
-    for row in range(3):
+def test_block_lists_are_walked_from_the_last_entry_to_the_first():
+    indices = torch.tensor([[0, 2, 3], [1, 2, 3], [0, 1, 3]], dtype=torch.int32)
+    for counts, splits, row in itertools.product(([2, 0, 1], [3, 1, 2]), (1, 2, 5), range(3)):
+        number = ints(*counts)
+        p = Case(1, 96, 256, splits=splits).params()
+        p.block_counts, p.block_indices = number.data_ptr(), indices.data_ptr()
+        p.count_stride, p.block_stride = (0, 0, 1), (0, 0, 3, 1)
+        p.block_m, p.block_n = 32, 64
         parts = [[key for key, _ in _C.host.key_steps(p, (32 * row, 0, 0, n), 32, 32)] for n in range(splits)]
-        whole = [key for part in reversed(parts) for key in part]
         expected = [64 * entry + half for entry in indices[row, : counts[row]].tolist() for half in (0, 32)]
-        assert whole == expected[::-1]
-
-
-def test_block_lists_lie_anywhere_and_name_what_is_not_there():
+        assert [key for part in reversed(parts) for key in part] == expected[::-1]
+    # They lie anywhere and name what is not there.
     p = Case(1, 32, 250).params()
     number, entries = ints(4), ints(0, 1, 3, 1, 4, 1, 2**31 - 1, 1)
     p.block_counts, p.block_indices = number.data_ptr(), entries.data_ptr()
-    p.block_stride = (0, 0, 0, 2)
-    p.block_m, p.block_n = 32, 64
+    p.block_m, p.block_n, p.block_stride = 32, 64, (0, 0, 0, 2)
     steps = [key for key, _ in _C.host.key_steps(p, (0, 0, 0, 0), 32, 32)]
     assert [key for key in steps if key < 250] == [224, 192, 32, 0]
     assert len(steps) == 8 and max(steps) < 2**30

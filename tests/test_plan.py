@@ -30,7 +30,6 @@ from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.results import RESULTS
 from cutlass_fmha.attention import packed_attention
 from cutlass_fmha.dispatch import blocks, describe, device
-from cutlass_fmha.dispatch.blocks import Tail
 from cutlass_fmha.dispatch.families.family import Prepared
 from cutlass_fmha.dispatch.problem import FEATURES
 from cutlass_fmha.dispatch.table import Table
@@ -52,9 +51,7 @@ def kernels(monkeypatch):
     plan.clear()
 
 
-def attend(
-    call: Call, row: str | None = None, return_lse: bool = True, **more: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(call: Call, row: str | None = None, return_lse: bool = True, **more: Any) -> tuple[Tensor, Tensor | None]:
     said = op_arguments(call.q, {**call.features, **more}, results=RESULTS)
     return plan.launch(*call[:3], call.scale, call.causal, return_lse, row, "bshd", NAMES, said)
 
@@ -63,8 +60,11 @@ def tensors(problem: Problem, dtype: torch.dtype = torch.float16) -> Call:
     return problem.call(dtype, "cpu")
 
 
-def check(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    compare(call, out, lse).check()
+def check(call: Call, row: str | None = None, **more: Any) -> tuple[Tensor, Tensor | None]:
+    out, lse = attend(call, row, **more)
+    if out.numel():
+        compare(call, out, lse).check()
+    return out, lse
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -72,16 +72,12 @@ def test_what_is_packed_is_what_the_tensors_hold(kernels: FakeKernels, group: st
     for problem in GROUPS[group]:
         problem = fitted(problem, 256, 256, 64, 64)
         call = tensors(problem)
-        out, lse = attend(call)
+        out, lse = check(call)
         assert out.is_contiguous() and lse is not None and lse.is_contiguous()
-        if out.numel():
-            check(call, out, lse)
         rooms = outputs(replace(problem, return_lse=True), call, problem.head_dim_v)
         with Workspace(1 << 22, "cpu"):
-            found = attend(call, out=rooms[0].view, lse=rooms[1].view)
+            found = check(call, out=rooms[0].view, lse=rooms[1].view)
         assert all(x is room.view and room.intact() for x, room in zip(found, rooms, strict=True))
-        if out.numel():
-            check(call, *found)
     assert kernels.of(True)
 
 
@@ -90,22 +86,16 @@ def described(call: Call) -> describe.Call:
 
 
 def test_features_are_what_a_call_says():
-    """Nothing that a caller says is lost on the way to selection."""
     said = {
-        "window": {"window": (3, 4)}, "mask": {"mask": ("bhqk", "plain")},
-        "bias": {"bias": ("k", "same", "plain")}, "prefix": {"prefix": True},
-        "block_mask": {"blocks": (64, 64)}, "softcap": {"softcap": 2.0}, "alibi": {"alibi": "h"},
-        "sinks": {"sinks": "low"}, "dropout": {"dropout": 0.1},
-        "varlen": {"packed_q": True, "packed_k": True},
-        "lengths": {"used_k": True}, "leftpad": {"leftpad": True}, "pages": {"page_size": 16},
-        "cache_batch_idx": {"indexed": True}, "splits": {"num_splits": 2},
+        "window": {"window": (3, 4)}, "mask": {"mask": ("bhqk", "plain")}, "bias": {"bias": ("k", "same", "plain")},
+        "prefix": {"prefix": True}, "block_mask": {"blocks": (64, 64)}, "softcap": {"softcap": 2.0},
+        "alibi": {"alibi": "h"}, "sinks": {"sinks": "low"}, "dropout": {"dropout": 0.1},
+        "varlen": {"packed_q": True, "packed_k": True}, "lengths": {"used_k": True}, "leftpad": {"leftpad": True},
+        "pages": {"page_size": 16}, "cache_batch_idx": {"indexed": True}, "splits": {"num_splits": 2},
     }  # fmt: skip
-    assert set(said) == set(FEATURES)
-    for name, fields in said.items():
-        assert described(tensors(Problem(**fields))).problem.features == (name,)
-
-
-def test_a_window_that_is_a_causal_mask_is_one():
+    for name in FEATURES:
+        assert described(tensors(Problem(**said[name]))).problem.features == (name,)
+    # A window that is a causal mask is one.
     for window, causal, expected in (
         ((-1, -1), "none", (None, "none")),
         ((-1, 0), "none", (None, "bottom-right")),
@@ -121,29 +111,17 @@ def test_a_window_that_is_a_causal_mask_is_one():
 def test_a_call_that_says_nothing_special_takes_a_plain_row(kernels: FakeKernels):
     call = tensors(Problem(70, 130, num_heads=4, num_heads_kv=2))
     for more in ({"num_splits": 1}, {"batch_invariant": True}, {"window": (-1, 0)}, {}):
-        out, lse = attend(call, **more)
         causal = "bottom-right" if "window" in more else "none"
-        oracle_features.compare(out, lse, call.q, call.k, call.v, causal=causal).check()
+        oracle_features.compare(*attend(call, **more), call.q, call.k, call.v, causal=causal).check()
     assert kernels.of(True) == [] and len(kernels.of(False)) == 4
     call = tensors(Problem(1, 4096, num_heads=8, num_heads_kv=2, batch=1))
-    check(call, *plan.launch(*call[:3], None, "none", True, None))  # but decoding, by what its cost is of
+    check(call)  # but decoding, by what its cost is of
     row, problem = kernels.build.rows[kernels.launches[-1].row], described(call).problem
     assert kernels.last.splits == blocks.split_keys(row, problem, L4) > 1
     assert kernels.last.pack == blocks.packed_heads(row, problem) == 4
-
-
-def test_refusals_name_the_feature(kernels: FakeKernels):
-    call = tensors(Problem(page_size=16, softcap=2.0))
-    with pytest.raises(cutlass_fmha.UnsupportedError, match="no softcap, no paged keys: that takes a scored"):
-        attend(call, "fwd_sm89_f16_d64_m64n64w4")
-    with pytest.raises(ValueError, match="key must have pages of a multiple of 16 keys, got 10"):
-        attend(tensors(Problem(page_size=10)))
-    with pytest.raises(cutlass_fmha.UnsupportedError, match="multiples of 64 x 64, and these are 64 x 32"):
-        attend(tensors(Problem(blocks=(64, 32))), "fwd_sm89_f16_d64_m64n64w4_scored")
-    assert kernels.of(True) == []
-
-
-# ---- what a plan keeps -------------------------------------------------------------------------------------
+    launch(*(torch.as_strided(x, x.shape, (7, 13, 1, 1)) for x in qkv(1, 1, 1, 1, 1, 32)))  # of what is there once
+    assert kernels.build.rows[kernels.launches[-1].row].alignment == 16
+    assert kernels.last.q_stride == kernels.last.k_stride == kernels.last.v_stride == (0, 0, 0)
 
 
 FEATURED = Problem(9, 40, softcap=3.0, bias=("bhqk", "same", "plain"), used_k=True, leftpad=True)
@@ -158,8 +136,7 @@ def test_a_plan_is_made_once(kernels: FakeKernels, monkeypatch, problem: Problem
         for scale in (0.1, 0.2):
             call = tensors(replace(problem, seed=seed, scale=scale))
             for return_lse in (False, True):
-                out, lse = attend(call, return_lse=return_lse)
-                check(call, out, lse)
+                check(call, return_lse=return_lse)
     assert len(made) == 1 and len(kernels.launches) == 8
     assert [run.params.scale for run in kernels.launches] == pytest.approx([0.1, 0.1, 0.2, 0.2] * 2)
     name = next(row.name for row in kernels.build.rows if row.scored and row.head_dim == 64)
@@ -171,23 +148,19 @@ def test_a_plan_is_made_once(kernels: FakeKernels, monkeypatch, problem: Problem
     others = [(tensors(replace(problem, **each)), None) for each in changes]
     others += [(tensors(problem), name), (tensors(problem, torch.bfloat16), None)]
     for count, (call, row) in enumerate(others, start=2):
-        check(call, *attend(call, row))
+        check(call, row)
         assert len(made) == count
 
 
 @given(st.lists(st.integers(0, 30)), st.integers(2, 12))
 def test_what_was_used_last_is_there_and_no_more_than_there_is_room_for(keys, size):
     cache: Recent[int, str] = Recent(size)
-
-    def found(key: int) -> str | None:
-        return cache.get(key) or cache.revive(key)
-
     for place, key in enumerate(keys):
-        if found(key) is None:
+        if not (cache.get(key) or cache.revive(key)):
             cache.put(key, str(key))
         assert len(cache) <= size
         before = list(dict.fromkeys(reversed(keys[: place + 1])))[: size // 2]  # the last different ones
-        assert all(found(key) == str(key) for key in reversed(before))
+        assert all((cache.get(key) or cache.revive(key)) == str(key) for key in reversed(before))
     cache.clear()
     assert len(cache) == 0
 
@@ -196,7 +169,7 @@ def test_threads_do_not_meet_in_a_plan(kernels: FakeKernels):
     def work(seed: int) -> None:
         call = tensors(Problem(20, 50, sinks="normal", num_splits=2, seed=seed))
         for _ in range(10):
-            check(call, *attend(call))
+            check(call)
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(8)))  # which raises what one of them did
@@ -204,11 +177,11 @@ def test_threads_do_not_meet_in_a_plan(kernels: FakeKernels):
 
 def test_parts_have_room_in_one_allocation(kernels: FakeKernels):
     call = tensors(Problem(3, 200, num_heads=4, num_heads_kv=1, head_dim_v=33, num_splits=5))
-    check(call, *attend(call))
+    check(call)
     said, rows = kernels.last, 2 * 4 * 3
     with Workspace(4 * 5 * rows * 35, "cpu") as workspace:
         for _ in range(2):
-            check(call, *attend(call))
+            check(call)
             assert kernels.last.partial_o == workspace._memory.data_ptr()
     assert workspace.high_water == workspace.size
     assert said.splits == 5 and said.lse_rows == rows
@@ -223,10 +196,9 @@ def test_empty_problems_launch_nothing_and_empty_tensors_have_no_address(kernels
             out, lse = attend(call)
             assert out.shape == call.q.shape and lse is not None and lse.numel() == 0
     assert kernels.launches == []
-    no_keys = {"seqlen_k": 0, "bias": ("bhqk", "float32", "plain"), "mask": ("bhqk", "plain")}
-    no_tables = {"seqlen_k": 0, "page_size": 16, "used_k": True}
-    for fields in (no_keys, {**no_keys, "blocks": (64, 64)}, no_tables):
-        out, lse = attend(tensors(Problem(5, **fields)))
+    no_keys = {"bias": ("bhqk", "float32", "plain"), "mask": ("bhqk", "plain")}
+    for fields in (no_keys, {**no_keys, "blocks": (64, 64)}, {"page_size": 16, "used_k": True}):
+        out, lse = attend(tensors(Problem(5, 0, **fields)))
         assert (out == 0).all() and lse is not None and (lse == -torch.inf).all()
         assert kernels.last.bias == kernels.last.mask == kernels.last.page_table == 0
 
@@ -240,21 +212,27 @@ PREFILL = {"seqlen_q": 300, "seqlen_k": 2000, "softcap": 3.0}
 def test_batch_invariant_plans_do_not_know_the_batch(kernels: FakeKernels, fields: dict[str, Any]):
     kernels.compute = False
 
-    def planned(batch: int, keys: int = fields["seqlen_k"], batch_invariant: bool = True) -> tuple[str, int, int]:
-        call = tensors(Problem(batch=batch, **{**fields, "seqlen_k": keys}))
+    def planned(batch: int, keys: int = 1, batch_invariant: bool = True) -> tuple[str, int, int]:
+        call = tensors(Problem(batch=batch, **{**fields, "seqlen_k": keys * fields["seqlen_k"]}))
         attend(call, batch_invariant=batch_invariant)
         row = kernels.build.rows[kernels.of(True)[-1].row].name
         return row, kernels.last.splits, kernels.last.pack
 
     assert len({planned(batch) for batch in (1, 2, 64)}) == 1
     if "page_size" in fields or "packed_q" in fields:  # the longest sequence has no say
-        assert planned(2, 3 * fields["seqlen_k"]) == planned(2)
+        assert planned(2, 3) == planned(2)
     if fields["seqlen_q"] == 1:  # without it a full GPU splits less
         assert planned(1, batch_invariant=False)[1] > planned(64, batch_invariant=False)[1]
 
 
 def launch(q, k, v, scale=None, causal="none", return_lse=True, row=None, layout="bshd", said=plan.NOTHING):
     return plan.launch(q, k, v, scale, causal, return_lse, row, layout, said=said)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Address and strides to 16 bytes; a dimension of one has no stride."""
+    strides = (stride for size, stride in zip(x.shape[:3], x.stride(), strict=False) if size > 1)
+    return all(number % 16 == 0 for number in (x.data_ptr(), *(s * x.element_size() for s in strides)))
 
 
 HEAD_DIMS, DTYPES = st.sampled_from([32, 40, 64, 128]), st.sampled_from([torch.float16, torch.bfloat16])
@@ -272,39 +250,26 @@ def test_drawn_problems_are_packed_right(kernels, problem: Problem, head_dim: in
     rooms = outputs(problem, Call(q, k, v, None, "none", {}, None), head_dim)
     to = {"out": laid_out(rooms[0].view), "lse": rooms[1].view} if given else {}
     out, lse = launch(*map(laid_out, (q, k, v)), problem.scale, problem.causal, layout=layout, said=to)
-    assert not given or (out is to["out"] and lse is to["lse"] and all(x.intact() for x in rooms))
+    if given:
+        assert out is to["out"] and lse is to["lse"] and all(x.intact() for x in rooms)
     out = laid_out(out)
     assert given or (out.is_contiguous() and lse.is_contiguous())
     oracle_features.compare(out, lse, q, k, v, problem.scale, problem.causal).check()
+    read = (q, k, v, *([out] if given else []))
     for run in kernels.launches:
         assert (run.device, run.stream) == (0, 4711)  # the tensors' device and its current stream
-    for run in kernels.of(False):
-        read = (q, k, v, *([out] if given else []))
-        assert (kernels.build.rows[run.row].copy == "element") != all(map(is_aligned, read))
+        row = kernels.build.rows[run.row]
+        assert row.scored or (row.copy != "element") == all(map(is_aligned, read))
 
 
-def is_aligned(x: Tensor) -> bool:
-    """Address and strides to 16 bytes; a dimension of one has no stride."""
-    strides = (stride for size, stride in zip(x.shape[:3], x.stride(), strict=False) if size > 1)
-    return all(number % 16 == 0 for number in (x.data_ptr(), *(s * x.element_size() for s in strides)))
-
-
-def test_strides_of_single_elements_disqualify_nothing(kernels):
-    launch(*(torch.as_strided(x, x.shape, (7, 13, 1, 1)) for x in qkv(1, 1, 1, 1, 1, 32)))
-    run = kernels.launches[0]
-    assert kernels.build.rows[run.row].alignment == 16
-    assert run.params.q_stride == run.params.k_stride == run.params.v_stride == (0, 0, 0)
-
-
-@pytest.mark.usefixtures("kernels")
-def test_a_divided_tail_brings_the_memory_of_its_parts(monkeypatch):
+def test_a_divided_tail_brings_the_memory_of_its_parts(kernels, monkeypatch):
     row = Row(0, 89, "float16", 128, 64, 16, 8, "tma", 98 * 1024, stages=1, q_in_registers=False, ping_pong=True)
     kernels = FakeKernels(Table((row,)))  # type: ignore[arg-type]
     kernels.install(monkeypatch)
     for heads in (80, 58):
         launch(*qkv(1, 64, 2048, heads, heads, 128), return_lse=False)
     divided, whole = (launched.params for launched in kernels.launches)
-    tail = Tail(divided.tail_tiles, divided.tail_parts, divided.tail_first, divided.tail_rest)
+    tail = blocks.Tail(divided.tail_tiles, divided.tail_parts, divided.tail_first, divided.tail_rest)
     assert divided.tail and tail == blocks._tail(80, 128, 58, 10**9) and whole.tail == 0
 
 

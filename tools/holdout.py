@@ -1,12 +1,8 @@
-"""How often selection picks the right row: times every row of random problems that no calibration has seen.
+"""How often selection picks the right row: times every row of random problems that no calibration has seen, on a GPU,
+or judges the present model and calibration by stored timings, without one (docs/selection.md).
 
     python tools/holdout.py --problems 240 --seed 1 --output holdout.json [--markdown holdout.md]
     python tools/holdout.py --evaluate holdout.json [--markdown holdout.md]
-
-The first needs a GPU and an installed package, and stores all timings with the verdict; the second judges the
-present model and calibration data by stored timings, without a GPU. CUTLASS_FMHA_CALIBRATION=FILE judges a
-calibration that is not installed yet. Both end with exit status 1 when less than 95 % of the picks are within
-5 % of the best row. How problems are drawn: ``draw`` in cutlass_fmha/calibrate/problems.py.
 """
 
 from __future__ import annotations
@@ -32,8 +28,7 @@ WORST = 12
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure or evaluate, print the verdict; 1 when picks are not good enough or can't be judged."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--problems", type=int, default=240, metavar="N", help="default: %(default)s")
     add("--seed", type=int, default=1, metavar="N", help="of the draw (default: %(default)s)")
@@ -71,8 +66,7 @@ def measure(arguments: argparse.Namespace) -> Measurements:
     kinds = measurements.kinds(machine.device, build)
     grid = problems.calibration(kinds, machine.sm_count, machine.limits, arguments.with_calibration)
     held_out = problems.holdout(arguments.problems, arguments.seed, kinds, machine.limits, grid)
-    taken = Measurements(machine, seed=arguments.seed)
-    begin = time.perf_counter()
+    taken, begin = Measurements(machine, seed=arguments.seed), time.perf_counter()
     if arguments.with_calibration:
         taken.calibration = measurements.collect(grid, 0, build, "calibration", measurements.GIVE_UP)
         measurements.save(taken, arguments.output)  # kept, should the rest be interrupted
@@ -83,29 +77,20 @@ def measure(arguments: argparse.Namespace) -> Measurements:
 
 
 def markdown(taken: Measurements, picks: Sequence[Pick], costs: str) -> str:
-    """The verdict as text that is also Markdown."""
-    machine = taken.machine
-    dims, worst = [], []
+    machine, dims, worst = taken.machine, [], sorted(picks, key=lambda pick: -pick.loss)[:WORST]
     for dim in (*sorted({pick.problem.head_dim for pick in picks}), "all"):
         own = [pick for pick in picks if dim in ("all", pick.problem.head_dim)]
         lost = [pick.loss for pick in own]
         shares = (verdict.share_right(own), percentile(lost, 0.5), percentile(lost, 0.95), max(lost))
         dims.append((str(dim), str(len(own)), *(f"{share:.1%}" for share in shares)))
-    for pick in sorted(picks, key=lambda pick: -pick.loss)[:WORST]:
-        p = pick.problem
-        shape = f"B{p.batch} H{p.num_heads}/{p.num_heads_kv} Sq{p.seqlen_q} Sk{p.seqlen_k} D{p.head_dim}"
-        times = f"{pick.us:.1f} / {pick.best_us:.1f}"
-        worst.append((f"{pick.loss:.1%}", pick.row, pick.best_row, times, f"{shape} {p.dtype} {p.causal}"))
     lines = [
-        f"# Hold-out: what selection picks on {machine.gpu}",
-        "",
+        f"# Hold-out: what selection picks on {machine.gpu}\n",
         f"{verdict.share_right(picks):.1%} of {len(picks)} picks are within {verdict.CLOSE:.0%} of the best "
         f"row ({REQUIRED:.0%} are required). Costs: {costs}. Seed {taken.seed}, {machine.date[:10]}, "
-        f"cutlass_fmha {machine.package}, torch {machine.torch}.",
-        "",
+        f"cutlass_fmha {machine.package}, torch {machine.torch}.\n",
         *table(("head dim", "problems", "within 5 %", "time lost: median", "p95", "worst"), dims),
         "",
-        *table(("lost", "picked", "best", "us / us", "problem"), worst),
+        *(f"- {x.loss:.1%}: {x.row} {x.us:.1f} us, {x.best_row} {x.best_us:.1f} us, {x.problem}" for x in worst),
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-// The rate of mma.sync alone, which a kernel's share is of (families.py): operands that never change, bits that toggle,
+// The rate of mma.sync alone, which a kernel's share is of (tools/emulate.py): operands that never change, bits that toggle,
 // eight warps on each SM.
 #include <cuda_runtime.h>
 

@@ -1,10 +1,5 @@
-"""A candidate on a GPU: the parity gate, then its times beside the incumbents'.
-
-    python tools/tuning/judge.py SPECIFICATION RESULT       as search.py starts it, once for each candidate
-
-A process of its own, because a process holds one ``_C``, and a kernel that reads where it must not takes down
-the process that launched it.
-"""
+"""A candidate on a GPU: the parity gate, then its times beside the incumbents'. search.py starts it once for each, a
+process of its own: it holds one ``_C``, and a kernel that reads where it must not takes down what launched it."""
 
 from __future__ import annotations
 
@@ -33,20 +28,16 @@ from cutlass_fmha.calibrate import timing
 from cutlass_fmha.dispatch.problem import Problem as Timed
 
 LAUNCHES = 3
-Rows = Mapping[tuple[str, str], Any]
-"""The scratch build's ``_C.Row`` by its candidate's tag and its dtype."""
+Rows = Mapping[tuple[str, str], Any]  # the scratch build's ``_C.Row`` by its candidate's tag and its dtype
 
 
 def problems(row: Any) -> list[Problem]:
-    """All that the parity tests list for such a row."""
     return [problem for problem in listed() if problem.runs_on(row.alignment)]
 
 
 def failures(row: Any, problems: Sequence[Problem], device: torch.device, stream: int | None = None) -> Iterator[str]:
-    """One sentence per problem that a row fails, as soon as it is known.
-
-    Operands and outputs lie in memory full of NaN, and three launches must agree to the bit.
-    """
+    """One sentence per problem that a row fails, as soon as it is known: operands and outputs lie in memory full of
+    NaN, and three launches must agree to the bit."""
     for problem in problems:
         launch = Launch.of(row, problem, device)
         results = []
@@ -77,7 +68,6 @@ def time_candidate(job: Mapping[str, Any], rows: Rows, device: int) -> dict[str,
 
 
 def judge(job: Mapping[str, Any], rows: Rows, device: torch.device) -> dict[str, Any]:
-    """What is wrong with a candidate, in any of its dtypes; or its times."""
     for dtype in job["dtypes"]:
         row = rows[job["tag"], dtype]
         for failure in failures(row, problems(row), device):

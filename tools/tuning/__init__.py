@@ -1,1 +1,0 @@
-"""What tools/tune.py consists of."""
