@@ -48,8 +48,7 @@ class Row:
     def family(self) -> str:
         if self.takes_features and not self.scored:
             return "ranged" if self.ranged else "masked" if self.masked else "score_mod"
-        names = ["few_query"] * (self.kv_warps > 1) + ["scored"] * self.scored
-        return "_".join(names) or "plain"
+        return "_".join(["few_query"] * (self.kv_warps > 1) + ["scored"] * self.scored) or "plain"
 
     @property
     def head_dim_v(self) -> int:
@@ -57,13 +56,11 @@ class Row:
 
     @property
     def name(self) -> str:
-        short = {"float16": "f16", "bfloat16": "bf16"}[self.dtype]
-        dims = f"d{self.head_dim}" + (f"v{self.value_dim}" if self.value_dim else "")
-        tile = f"m{self.tile_m}n{self.tile_n}w{self.warps}" + (f"k{self.kv_warps}" if self.kv_warps > 1 else "")
-        suffix = f"_{self.copy}" if self.copy in ("element", "tma") else ""
-        suffix += "_pdl" if self.dependent_launch else ""
-        suffix += ("_scored" if self.scored else f"_{self.family}") if self.takes_features else ""
-        return f"fwd_sm{self.arch}_{short}_{dims}_{tile}{suffix}"
+        dtype, family = self.dtype.replace("float", "f"), "scored" if self.scored else self.family
+        words = [f"fwd_sm{self.arch}_{dtype}_d{self.head_dim}" + f"v{self.value_dim}" * bool(self.value_dim)]
+        words += [f"m{self.tile_m}n{self.tile_n}w{self.warps}" + f"k{self.kv_warps}" * (self.kv_warps > 1)]
+        words += [self.copy] * (self.copy in ("element", "tma")) + ["pdl"] * self.dependent_launch
+        return "_".join([*words, *[family] * self.takes_features])
 
     @property
     def alignment(self) -> int:
@@ -83,13 +80,8 @@ SCORED = (
 )
 
 
-def make_build(
-    archs: tuple[int, ...] = (89, 90, 120), compiled_for: dict[int, str] | None = None, scored: bool = True
-) -> Table:
-    """A large tile, a small one, an element row and few-query rows for each architecture, dtype and head dim.
-
-    And scored rows, if ``scored``.
-    """
+def make_build(archs: tuple[int, ...] = (89, 90, 120), compiled_for: dict[int, str] | None = None) -> Table:
+    """Of each architecture, dtype and head dim a large, a small, an element and few-query rows; scored rows."""
     rows: list[Row] = []
 
     def add(*columns: Any, **form: Any) -> None:
@@ -103,7 +95,7 @@ def make_build(
             for *tile, kv_warps, stages in FEW_QUERY[dim]:
                 copied = ("ldg_16", kv_warps * tile[0] * (4 * dim + 8), kv_warps, stages)
                 add(arch, dtype, dim, *tile, *copied, dependent_launch=arch >= 90)
-        for dim, value_dim, *tile, kv_warps, stages in SCORED if scored else ():
+        for dim, value_dim, *tile, kv_warps, stages in SCORED:
             loaded = stages * tile[1] * kv_warps * (dim + (value_dim or dim))
             copied = ("cp_async_16", 2 * (tile[0] * dim + loaded), kv_warps, stages)
             form = {"takes_features": True, "value_dim": value_dim, "q_in_registers": dim < 256}

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 
-import cutlass_fmha
 from cutlass_fmha.bench import beside, finetune
 
 
@@ -50,6 +49,9 @@ def test_ops_are_told_beside_torchs(tmp_path: Path, capsys: pytest.CaptureFixtur
     with mock.patch.dict(beside.OPS, {"swiglu": beside.OPS["swiglu"]._replace(ours=lambda gate, up: gate * up)}):
         assert beside.main(["--ops", "swiglu", "--sizes", "4096", "--budget", "0.001"]) == 1
     assert "swiglu is" in capsys.readouterr().err
+    peers = {"liger": ("json", lambda m: m.LigerSiLUMulFunction.apply), "quack": ("no_such_module", lambda m: m)}
+    found, refused = beside.functions(beside.OPS["swiglu"]._replace(peers=peers))
+    assert [*found] == [beside.OURS, beside.TORCH] and "LigerSiLUMulFunction" in refused["liger"]
 
 
 def test_a_run_that_is_cut_leaves_the_cases_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -77,10 +79,3 @@ def test_bytes_that_must_move_are_those_of_tensors(name: str):
     results = op.ours(*tensors)
     written = results if isinstance(results, tuple) else (results,)
     assert op.moved(tensors[0].nbytes)[0] == sum(x.nbytes for x in (*read, *written))
-
-
-def test_a_peers_module_that_is_broken_is_told():
-    peers = {"liger": ("json", lambda m: m.LigerSiLUMulFunction.apply), "quack": ("no_such_module", lambda m: m)}
-    found, refused = beside.functions(beside.OPS["swiglu"]._replace(peers=peers))
-    assert [*found] == [beside.OURS, beside.TORCH] and "LigerSiLUMulFunction" in refused["liger"]
-    assert found[beside.OURS] is cutlass_fmha.swiglu

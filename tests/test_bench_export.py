@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import runpy
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,12 +20,8 @@ SMALL = Case("dense", 2, 4, 2, 48, 48, 32, "float16")
 CASES_OF_TWO_KINDS = [SMALL, replace(SMALL, causal=True), replace(SMALL, seqlen_q=1), replace(SMALL, feature="window")]
 
 
-def loaded(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def loaded(path: Path) -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(path)))
 
 
 def is_right(case: Case, output: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
@@ -50,11 +46,8 @@ def test_robust_kbench_s_task_takes_each_of_its_configs(tmp_path: Path) -> None:
     export.write("robust-kbench", CASES_OF_TWO_KINDS, None, tmp_path)
     shapes = yaml.safe_load((tmp_path / "rbk_config.yaml").read_text())["shapes"]
     by_name = {case.name: case for case in CASES_OF_TWO_KINDS}
-    assert [*map(by_name.get, (shape["name"] for shape in shapes))] == [
-        SMALL,
-        replace(SMALL, seqlen_q=1),
-        replace(SMALL, causal=True),
-    ]
+    found = [by_name[shape["name"]] for shape in shapes]
+    assert found == [SMALL, replace(SMALL, seqlen_q=1), replace(SMALL, causal=True)]
     for shape in shapes:
         task = loaded(tmp_path / shape["task"] / "func_forward.py")
         config = json.loads((tmp_path / shape["task"] / "config_forward.json").read_text())
@@ -89,9 +82,7 @@ def test_flashinfer_bench_s_reference_and_our_solution_agree(tmp_path: Path) -> 
     assert found == 3
 
 
-def test_formats_are_named_and_every_plain_case_has_a_place(tmp_path, capsys, refused):
-    told = refused(bench.main, "--export", "x", tmp_path)
-    assert "take one of kernelbench, robust-kbench, flashinfer-bench" in told
+def test_every_plain_case_has_a_place(tmp_path, capsys):
     for name in export.FORMATS:
         assert bench.main(["--preset", "dense", "decode", "--export", name, str(tmp_path / name)]) == 0
         assert "no place" not in capsys.readouterr().out

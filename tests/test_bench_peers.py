@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
@@ -33,14 +33,11 @@ def fa3(q, k, v, *, causal=False, window_size=(-1, -1), softcap=0.0, num_splits=
 
 
 def fa4_varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False):
-    said = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    said |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return EXACT(q, k, v, causal=causal, **said, return_lse=True)
+    said = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
+    return EXACT(q, k, v, causal=causal, **said, max_seqlen_q=max_seqlen_q, return_lse=True)
 
 
-class Ragged:
-    """flashinfer.BatchPrefillWithRaggedKVCacheWrapper"""
-
+class Ragged:  # flashinfer.BatchPrefillWithRaggedKVCacheWrapper
     def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False) -> None:
         assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"
 
@@ -58,9 +55,7 @@ class Ragged:
         return EXACT(q, k, v, **self.said)
 
 
-class Paged:
-    """flashinfer.BatchDecodeWithPagedKVCacheWrapper"""
-
+class Paged:  # flashinfer.BatchDecodeWithPagedKVCacheWrapper
     def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False):
         assert kv_layout == "NHD"
 
@@ -211,20 +206,15 @@ def test_who_is_installed_is_found_by_import_and_a_broken_one_says_why(monkeypat
 @pytest.mark.parametrize("where", ["call", "capture"])
 def test_a_package_that_fails_is_shown_with_its_reason_and_one_that_is_not_exact_named(where: str, monkeypatch):
     said = AssertionError("head_dim must be 64 or 128")
-    asked = []
-
-    def called(*tensors: Any, **arguments: Any) -> Any:
-        asked.append(said)
-        return fa3(*tensors, **arguments)
+    broken = Mock(side_effect=said if where == "call" else fa3)
 
     class Timer(FakeTimer):
-        def __init__(self, call: Callable[[int], Any], sets: int) -> None:
-            asked.clear()
+        def __init__(self, call: Any, sets: int) -> None:
+            broken.reset_mock()
             super().__init__(call, sets)
-            if asked:
+            if broken.called:
                 raise said
 
-    broken = Mock(side_effect=said) if where == "call" else called
     monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_func", broken)
     monkeypatch.setattr(runner, "GraphTimer", Timer)
     entry: Any = runner.measure_case(CASE, ["fa3", "sage"], None, 0.1, 0)

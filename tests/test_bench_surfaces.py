@@ -29,10 +29,9 @@ def test_the_benchmark_of_models_computes_what_eager_attention_does(tmp_path: Pa
     result = tmp_path / "models.json"
     assert models.main(["--seqlens", "24", "--budget", "0", "--json", str(result)]) == 0
     kept = json.loads(result.read_text())
-    found = kept["results"]
     cases = [(each.name, mode) for each in models.MODELS for mode in models.MODES if each.pads or mode == "full"]
-    assert "unfinished" not in kept and [(each["model"], each["mode"]) for each in found] == cases
-    for each in found:
+    assert "unfinished" not in kept and [(each["model"], each["mode"]) for each in kept["results"]] == cases
+    for each in kept["results"]:
         ours = {MASKS} if each["model"].startswith("T5") else {MASKS, FLASH}
         assert set(each["us"]) == set(each["error"]) >= {"eager", *ours}
         assert max(each["error"].values()) < 1e-5, each

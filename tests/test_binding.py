@@ -1,17 +1,12 @@
-"""The compiled extension: its table of rows, its parameters, what launches nothing, its stubs, and what it needs from
-the system.
-
-A call that contradicts itself, or asks of a row what it doesn't do, is refused before anything is launched.
-"""
+"""The compiled extension: its rows, its parameters, what it refuses to launch, its stubs, what it needs of a system."""
 
 from __future__ import annotations
 import __future__
 
-import ast
+import inspect
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -33,43 +28,31 @@ WITH_CUDA = bool(_C.build_info()["cuda"])
 ROWS = _C.rows()
 
 
-# ---- the table ---------------------------------------------------------------------------------------------
-
-
-ARCHS_OF = {"${ALL}": "89;90;120", "${TMA}": "90;120"}  # the manifest's variables
-BEGINS = {"wide": "wide", "wide_scored": "wide", "backward": "bwd", "query_product": "bwd", "backward_wide": "widebwd"}
-
-
-def manifest_begins() -> list[str]:
-    """How the names of src/rows.cmake's rows begin, in its order, read independently of CMake."""
-    lines = (ROOT / "src" / "rows.cmake").read_text().splitlines()
-    found = [re.match(r'fmha_(\w+)\("?([^" ]+)"?\s+"?([\w;]+)"?\s', line) for line in lines]
-    return [
-        f"{BEGINS.get(row[1], 'fwd')}_sm{arch}_{dtype}"
-        for row in filter(None, found)
-        for arch in ARCHS_OF.get(row[2], row[2]).split(";")
-        for dtype in row[3].split(";")
-    ]
-
-
-def test_the_build_holds_the_manifests_rows_for_its_architectures():
+def test_the_build_holds_the_manifests_rows_and_says_how_it_was_made():
     table, architectures = (*ROWS, *_C.backward_rows()), _C.build_info()["architectures"]
     names = [row.name for row in table]
     in_subset = resources.manifest_rows()
-    assert ["_".join(name.split("_")[:3]) for name in in_subset] == manifest_begins()
     subset = str(_C.build_info()["source_hash"]).endswith("+subset")
     built = [name for name in in_subset if int(name.split("_")[1][2:]) in architectures]
     assert names == [name for name in built if in_subset[name] or not subset]
     assert all(f"m{row.tile_m}n{row.tile_n}w{row.warps}" in row.name for row in table)
     assert bool(names) == WITH_CUDA
     assert [row.index for row in (*table, *_C.helpers())] == list(range(len(names) + len(_C.helpers())))
-
-
-def test_every_architecture_has_every_dtype_and_head_dim_aligned_and_not():
     rows = [row for row in resources.whole_table() if row.family == "plain"]
     dtypes, head_dims = ("float16", "bfloat16"), (32, 64, 96, 128, 192, 256)
     every = itertools.product({row.arch for row in ROWS}, dtypes, head_dims, (False, True))
     assert {(row.arch, row.dtype, row.head_dim, row.copy == "element") for row in rows} == set(every)
+    info: dict[str, Any] = _C.build_info()
+    assert "ptx_compiler" in info
+    assert info["architectures"] == sorted({row.arch for row in ROWS})
+    assert info["proxy"] in ({}, {120: 90})
+    older = {f"{older}{own}" for older in ("80", "86", "80,86") for own in ("", ",89")}
+    targets = {89: {"89"} | older, 90: {"90"}, 120: {"120", "120a", "120f", "90"}}
+    assert list(info["compiled_for"]) == info["architectures"]
+    assert all(target in targets[arch] for arch, target in info["compiled_for"].items())
+    if WITH_CUDA:
+        assert info["nvcc_version"].startswith(f"{info['cuda_version']}.")
+        assert re.fullmatch(r"\d+\.\d+\.\d+", info["cutlass_version"])
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.family not in WIDE], ids=lambda row: row.name)
@@ -81,12 +64,11 @@ def test_a_rows_attributes_agree_with_its_name(row: _C.Row):
     suffix += ("_scored" if row.scored else f"_{row.family}") if row.takes_features else ""
     dims = f"d{row.head_dim}" + ("" if row.head_dim_v == row.head_dim else f"v{row.head_dim_v}")
     name = f"fwd_sm{row.arch}_{dtype}_{dims}_m{row.tile_m}n{row.tile_n}w{row.warps}{suffix}"
-    assert row.name == name
-    assert ROWS[row.index].name == row.name
+    assert row.name == ROWS[row.index].name == name
     assert (row.mma, row.element_bytes, row.threads) == ("m16n8k16", 2, 32 * row.warps)
     assert row.alignment == (2 if row.scored or row.copy == "element" else 16)
-    assert row.copy != "tma" or row.arch >= 90
-    assert not row.dependent_launch or (row.arch >= 90 and row.kv_warps > 1)
+    assert row.arch >= 90 or not (row.copy == "tma" or row.dependent_launch)
+    assert row.kv_warps > 1 or not row.dependent_launch
     assert row.tile_m % (16 * row.warps // row.kv_warps) == 0, "a warp's mma has 16 rows"
     assert row.tile_n % 16 == 0 and 0 < row.smem_bytes <= 99 * 1024
     assert repr(row) == f"<Row {name}>"
@@ -94,28 +76,11 @@ def test_a_rows_attributes_agree_with_its_name(row: _C.Row):
         row.tile_m = 1  # type: ignore[misc]
 
 
-def test_build_info():
-    info = _C.build_info()
-    assert {"cuda", "cuda_version", "nvcc_version", "cutlass_version", "architectures", "ptx_compiler"} <= set(info)
-    assert info["architectures"] == sorted({row.arch for row in ROWS})
-    assert info["proxy"] in ({}, {120: 90})
-    older = {f"{older}{own}" for older in ("80", "86", "80,86") for own in ("", ",89")}
-    targets = {89: {"89"} | older, 90: {"90"}, 120: {"120", "120a", "120f", "90"}}
-    compiled_for = info["compiled_for"]
-    assert isinstance(compiled_for, dict) and list(compiled_for) == info["architectures"]
-    assert all(target in targets[arch] for arch, target in compiled_for.items())
-    if WITH_CUDA:
-        assert str(info["nvcc_version"]).startswith(str(info["cuda_version"]) + ".")
-        assert re.fullmatch(r"\d+\.\d+\.\d+", str(info["cutlass_version"]))
-
-
 def test_there_is_one_launch_one_attribute_cache_and_one_device_guard():
     sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*") if path.suffix in (".cpp", ".h"))
     for what in ("cudaLaunchKernel", "cudaLaunchKernelExC", "cudaFuncSetAttribute", "DeviceGuard guard"):
         assert sources.count(f"{what}(") == 1, what
 
-
-# ---- parameters -------------------------------------------------------------------------------------------
 
 SOMEWHERE = 4096
 #: A call that is right but for there being nothing at its addresses.
@@ -151,15 +116,9 @@ UNKNOWN: dict[str, Iterable[str]] = {
         "sinks", "dropout_threshold", "splits",
     ),
 }  # fmt: skip
-#: Fields that nobody writes.
-DERIVED = {"schedule", "by_page_size", "by_pack", "by_group", "by_splits", "by_block_tiles", "bias_vectors"}
-DERIVED |= {"mask_vectors", "raw_scores", "block_tiles", "key_blocks", "keys_stand", "q_and", "q_xor"}
-DERIVED |= {"score_unit", "cap_scale", "cap_on_trial", "cap_terms", "keys_before"}
-#: What is derived and can be read.
-READ_ONLY = {"vectors", "device_lengths"}
+READ_ONLY = {"vectors", "device_lengths"}  # are derived
 ONE_OF = ("cu_seqlens_k", "batch_index_k")
 ONE_TAIL = {"tail": SOMEWHERE, "tail_tiles": 1, "tail_parts": 2}
-TAIL = (*ONE_TAIL, "tail_first", "tail_rest")
 
 
 def params(**changes: Any) -> _C.AttentionParams:
@@ -190,38 +149,22 @@ BIAS = {"bias": SOMEWHERE, "bias_type": "same_as_q", "partial_o": SOMEWHERE}
 ANY_ROW = max(SCORED, key=lambda row: (row.head_dim_v, row.tile_m)).index if SCORED else 0
 
 
-def declared_fields() -> dict[str, str]:
-    """Type of each field of the C++ struct."""
-    header = (ROOT / "src" / "features" / "params.h").read_text()
-    struct = re.search(r"struct FeatureParams \{(.*?)\n\};", header, re.DOTALL)
-    assert struct is not None
-    code = re.sub(r"//.*", "", struct[1])
-    found = {}
-    for statement in filter(None, (" ".join(part.split()) for part in code.split(";"))):
-        first, *others = statement.split(", ")
-        kind, _, name = first.rpartition(" ")
-        for each in (name, *others):
-            found[each.partition("[")[0]] = kind
-    return found
+def default_fields() -> dict[str, Any]:
+    made = _C.AttentionParams()
+    names = [x for x in vars(_C.AttentionParams) if not x.startswith("_")]
+    return {name: getattr(made, name) for name in names if name not in {*READ_ONLY, "copy", "of_call"}}
 
 
-def test_every_field_of_the_struct_is_there_and_what_is_written_is_read():
-    values: dict[str, Any] = {name: number for number, name in enumerate(TAIL, start=100)}
-    for number, (name, kind) in enumerate(declared_fields().items(), start=1):
-        count = {"Strides": 3, "ScoreStrides": 4}.get(kind, {"count_stride": 3, "alibi_stride": 2}.get(name))
-        one = {"bool": True, "BiasType": "float32", "float": float(number)}.get(kind, number)
-        if name not in DERIVED | READ_ONLY:
-            values[name] = one if count is None else tuple(range(number, number + count))
-    there = {name for name in vars(_C.AttentionParams) if not name.startswith("_")}
-    assert there - {"copy", "of_call"} == set(values) | READ_ONLY
+def test_what_is_written_is_read_and_a_call_gets_a_copy_of_its_own():
+    values = {}
+    for number, (name, default) in enumerate(default_fields().items(), start=1):
+        scalar = {bool: True, str: "float32", float: float(number), int: number}.get(type(default))
+        values[name] = tuple(range(number, number + len(default))) if scalar is None else scalar
     made = params(**values)
     assert {name: getattr(made, name) for name in values} == values
     copied = made.copy()
     made.q_stride, made.batch = (0, 0, 0), 0
     assert {name: getattr(copied, name) for name in values} == values
-
-
-def test_a_call_gets_a_copy_of_its_own():
     plan = params(batch=3, softcap=2.0)
     made = plan.of_call(16, 32, 48, 64, 80, -0.5)
     assert (made.q, made.k, made.v, made.o, made.lse, made.scale) == (16, 32, 48, 64, 80, -0.5)
@@ -231,29 +174,24 @@ def test_a_call_gets_a_copy_of_its_own():
         plan.of_call(16, 32, 48, 64, 80, float("inf"))
 
 
-def test_16_byte_copies_are_never_taken_on_trust():
+def test_what_is_derived_of_addresses_and_strides():
     odd: list[dict[str, Any]] = [{"v": SOMEWHERE + 8}, {"o": SOMEWHERE + 2}, {"head_dim": 12}, {"head_dim_v": 1}]
     odd += [{"k_stride": (1024, 4, 8)}, {"o_stride": (1023, 64, 8)}]
     assert [changes for changes in odd if params(**changes).vectors(2)] == []
     assert params().vectors(2) and params(bias=SOMEWHERE + 2, bias_type="same_as_q").vectors(2)
     assert params(k_stride=(1024, 4, 8)).vectors(4), "as many bytes are fewer elements"
-
-
-def test_lengths_on_the_device_are_known_to_be_there():
-    addresses = [name for name, kind in declared_fields().items() if kind.endswith("*")]
-    assert {name for name in addresses if params(**{name: SOMEWHERE}).device_lengths} == set(LENGTHS)
+    numbers = [name for name, default in default_fields().items() if type(default) is int]
+    assert {name for name in numbers if params(**{name: 64}).device_lengths} == set(LENGTHS)
     for name in READ_ONLY:
         with pytest.raises(AttributeError):
             setattr(params(), name, True)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [
+def test_a_number_out_of_range_is_a_value_error_with_a_sentence():
+    for name, value, sentence in (
         ("batch", -1, "batch must be between 0 and 536870912, got -1"),
         ("seqlen_k", 2**29 + 1, "seqlen_k must be between 0 and 536870912, got 536870913"),
-        ("head_dim", 0, "head_dim must be between 1 and"),
-        ("pack", 0, "pack must be between 1 and"),
+        *[(x, 0, f"{x} must be between 1 and") for x in ("head_dim", "pack")],
         *[("splits", n, f"splits must be between 1 and 64, got {n}") for n in (0, 65)],
         ("window_left", 2**29 + 1, "window_left must be between -1 and 536870912"),
         ("window_right", 2**40, "window_right must be between -1 and 536870912"),
@@ -265,19 +203,16 @@ def test_lengths_on_the_device_are_known_to_be_there():
         ("softcap", -1.0, "softcap must be a finite number from 0 on of at most 2e38"),
         ("dropout_scale", float("inf"), "dropout_scale must be a finite number from 0 on"),
         ("bias_type", "float16", "bias_type must be none, same_as_q or float32, got float16"),
-    ],
-)
-def test_a_number_out_of_range_is_a_value_error_with_a_sentence(name: str, value: Any, sentence: str):
-    made = params()
-    before = getattr(made, name)
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        setattr(made, name, value)
-    assert getattr(made, name) == before
+    ):
+        made = params()
+        before = getattr(made, name)
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            setattr(made, name, value)
+        assert getattr(made, name) == before
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
+def test_fields_that_contradict_each_other_are_a_value_error():
+    for changes, sentence in (
         ({"num_heads": 3}, "num_heads (3) must be a multiple of num_heads_kv (2)"),
         ({"num_heads_kv": 0}, "num_heads (4) must be a multiple of num_heads_kv (0)"),
         ({"pack": 4}, "pack must be 1 or num_heads / num_heads_kv, got 4 with 4 and 2 heads"),
@@ -303,13 +238,11 @@ def test_a_number_out_of_range_is_a_value_error_with_a_sentence(name: str, value
         ({**LSE, "lse_batch_stride": 2**61, "lse_rows": 2**61}, "must hold the rows"),
         ({**LSE, "cu_seqlens_q": SOMEWHERE}, "with cu_seqlens_q, lse_batch_stride must be 0"),
         ({**LSE, "lse_batch_stride": 0, "lse_rows": 39, "cu_seqlens_q": 4096}, "lse_rows (39) must hold"),
-    ],
-)
-def test_fields_that_contradict_each_other_are_a_value_error(changes: dict[str, Any], sentence: str):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        _C.run(ANY_ROW, params(**changes), 0, 0)
-    with pytest.raises(ValueError, match="head_dim and head_dim_v must be set"):
-        _C.run(ANY_ROW, _C.AttentionParams(), 0, 0)
+    ):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            _C.run(ANY_ROW, params(**changes), 0, 0)
+        with pytest.raises(ValueError, match="head_dim and head_dim_v must be set"):
+            _C.run(ANY_ROW, _C.AttentionParams(), 0, 0)
 
 
 def test_what_is_right_goes_on_to_a_device_which_is_not_there():
@@ -323,11 +256,18 @@ def test_what_is_right_goes_on_to_a_device_which_is_not_there():
 class TestRows:
     """What only a build with kernels can refuse."""
 
-    def test_a_row_that_is_none(self):
+    def test_a_row_that_is_none_or_of_another_family_and_nothing_to_compute(self):
         number = len(ROWS) + len(_C.backward_rows()) + len(_C.helpers())
         for row, (launch, more) in itertools.product((-1, number), ((_C.run, ()), (_C.launch, (*[4096] * 5, 1.0, 0)))):
             with pytest.raises(ValueError, match=f"row must be between 0 and {number - 1}, got {row}"):
                 launch(row, _C.AttentionParams(), 0, 0, *more)
+        helper = _C.helpers()[0]
+        for changes in ({}, ONE_TAIL):
+            with pytest.raises(ValueError, match=f"{helper.name} is of family combine"):
+                _C.run(helper.index, params(**changes), 0, 0)
+        for row in {row.family: row for row in ROWS}.values():
+            for sizes in ({"batch": 0}, {"seqlen_q": 0}, {"num_heads": 0, "num_heads_kv": 0}):
+                run(row, **sizes)
 
     @pytest.mark.parametrize("family", UNKNOWN)
     def test_what_a_family_does_not_know(self, family: str):
@@ -335,9 +275,8 @@ class TestRows:
             with pytest.raises(ValueError, match=f"{row.name} does not know {name}"):
                 run(row, **FEATURES[name])
 
-    @pytest.mark.parametrize(
-        ("rows", "changes", "sentence"),
-        [
+    def test_what_a_row_can_not_do(self):
+        for rows, changes, sentence in (
             *[(of(*PLAIN), {x: 40}, "{0.name} takes a head dim of") for x in ("head_dim", "head_dim_v")],
             (of(*PLAIN), {**LSE, "lse_head_stride": 2, "lse_rows": 99}, "{0.name}.* a contiguous lse"),
             (of(*PLAIN), ONE_TAIL, r"{0.name}.* (no tail here|can't divide 1 of \d tiles)"),
@@ -368,12 +307,10 @@ class TestRows:
             (of("wide_scored"), {"k": 4104}, "needs addresses, strides and head dims that are multiples of 16"),
             (of("wide_scored"), {"head_dim": 520}, "takes head dims from 1 to {0.head_dim}, got 520 and 8"),
             (of("wide_scored"), {**BLOCKS, "block_m": 64, "block_n": 32}, "multiples of 64 x 64, got 64 x 32"),
-        ],
-    )
-    def test_what_a_row_can_not_do(self, rows: list[_C.Row], changes: dict[str, int], sentence: str):
-        for row in rows:
-            with pytest.raises(ValueError, match=sentence.format(row)):
-                run(row, **changes)
+        ):
+            for row in rows:
+                with pytest.raises(ValueError, match=sentence.format(row)):
+                    run(row, **changes)
 
     def test_head_dims_and_blocks_beyond_a_row(self):
         for row in (*SCORED, *RANGED):
@@ -387,25 +324,6 @@ class TestRows:
                 with pytest.raises(ValueError, match=sentence):
                     run(row, **{**BLOCKS, **blocks, name: size + 8})
 
-    def test_a_row_of_another_family(self):
-        helper = _C.helpers()[0]
-        for changes in ({}, ONE_TAIL):
-            with pytest.raises(ValueError, match=f"{helper.name} is of family combine"):
-                _C.run(helper.index, params(**changes), 0, 0)
-
-    def test_nothing_to_compute_needs_no_gpu(self):
-        for row in {row.family: row for row in ROWS}.values():
-            for sizes in ({"batch": 0}, {"seqlen_q": 0}, {"num_heads": 0, "num_heads_kv": 0}):
-                run(row, **sizes)
-
-
-def test_a_call_of_another_form_is_a_type_error():
-    for row, parameters in ((0, None), (0.5, _C.AttentionParams()), (0, _C.Rotary())):
-        with pytest.raises(TypeError):
-            _C.run(row, parameters, 0, 0)  # type: ignore[arg-type]
-
-
-# ---- without a GPU, torch or the driver ------------------------------------------------------------------------
 
 #: For a fresh interpreter that loads _C alone and sees no GPU: with the driver out of sight this also holds on a
 #: machine with one.
@@ -429,18 +347,11 @@ for call, arguments in ((_C.device_properties, [0]), (_C.run, [{ANY_ROW}, params
 
 def test_it_loads_without_torch_and_the_driver_and_says_that_there_is_no_gpu():
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", ALONE]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    loaded, of_device, of_launch = done.stdout.splitlines()
+    told = subprocess.check_output([sys.executable, "-c", ALONE], text=True, env=environment)
+    loaded, of_device, of_launch = told.splitlines()
     assert loaded == f"False False {len(ROWS)} 0"
     assert re.search("of the 0 CUDA devices here, got 0" if WITH_CUDA else "built without CUDA", of_device), of_device
     assert re.search("^RuntimeError .*(driver|device)" if WITH_CUDA else "built without CUDA", of_launch), of_launch
-
-
-# ---- stubs -------------------------------------------------------------------------------------------------
-
-
-STUBS = (ROOT / "cutlass_fmha" / "_C.pyi").read_text()
 
 
 def public_names(module: Any, prefix: str = "") -> Iterator[str]:
@@ -453,47 +364,23 @@ def public_names(module: Any, prefix: str = "") -> Iterator[str]:
             yield from public_names(value, f"{prefix}{name}.")
 
 
-def test_the_stubs_say_what_is_there():
-    stubs = ModuleType("stubs")
-    exec(compile(STUBS, "_C.pyi", "exec", __future__.annotations.compiler_flag), vars(stubs))
+def test_the_stubs_say_what_is_there_and_the_arguments_of_a_launch():
+    stubs, text = ModuleType("stubs"), (ROOT / "cutlass_fmha" / "_C.pyi").read_text()
+    exec(compile(text, "_C.pyi", "exec", __future__.annotations.compiler_flag), vars(stubs))
     assert set(public_names(stubs)) == set(public_names(_C))
-
-
-def test_the_stubs_arguments_are_those_of_a_launch():
-    function = next(node for node in ast.parse(STUBS).body if isinstance(node, ast.FunctionDef) and node.name == "run")
     signatures = re.findall(r"\d\. run\((.*)\)", str(_C.run.__doc__))
+    annotations = inspect.get_annotations(stubs.run)
     for signature in signatures:
-        assert re.findall(r"(\w+):", signature) == [argument.arg for argument in function.args.args]
-    (annotation,) = (x.annotation for x in function.args.args if x.arg == "params" and x.annotation)
+        assert re.findall(r"(\w+):", signature) == [*annotations][:-1]
     names = re.findall(r"params: cutlass_fmha\._C\.(\w+)", " ".join(signatures))
-    assert names == ast.unparse(annotation).split(" | ")
+    assert names == annotations["params"].split(" | ")
 
 
-# ---- what it needs from the system -------------------------------------------------------------------------
-
-
-def test_it_needs_nothing_but_the_c_and_cpp_runtimes():
-    needed = elf.needed(EXTENSION)
-    assert "libc.so.6" in needed
+def test_it_needs_nothing_but_the_c_and_cpp_runtimes_and_its_symbols_stay_its_own():
+    needed, exported = elf.needed(EXTENSION), elf.exported(EXTENSION)
+    assert "libc.so.6" in needed and "PyInit__C" in exported
     allowed = r"(libc|libm|libpthread|libdl|librt|libgcc_s|libstdc\+\+|ld-linux-x86-64)\.so\.\d+"
-    foreign = sorted(name for name in needed if not re.fullmatch(allowed, name))
-    assert not foreign, f"{EXTENSION.name} needs {', '.join(foreign)}"
-
-
-def test_sources_that_are_not_built_say_so(tmp_path: Path):
-    (tmp_path / "cutlass_fmha").mkdir()
-    shutil.copy(ROOT / "cutlass_fmha" / "__init__.py", tmp_path / "cutlass_fmha")
-    # Without site and PYTHONPATH, so that no installed package is found either.
-    command = [sys.executable, "-S", "-E", "-c", "import cutlass_fmha"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    last = done.stderr.splitlines()[-1]
-    assert re.match(r"ImportError: the compiled extension cutlass_fmha\._C is not in .*pip install", last)
-
-
-def test_its_symbols_stay_its_own():
-    # torch has a CUDA runtime of its own in the process: one must not be mistaken for the other.
-    exported = elf.exported(EXTENSION)
-    assert "PyInit__C" in exported
-    # Templates of the standard library are weak and the same everywhere.
-    foreign = [name for name in exported if re.search("cuda|cutlass|fwd_|nv[A-Z]", name)]
-    assert not foreign
+    assert not [name for name in needed if not re.fullmatch(allowed, name)]
+    # torch has a CUDA runtime of its own in the process: one must not be mistaken for the other. Templates of the
+    # standard library are weak and the same everywhere.
+    assert not [name for name in exported if re.search("cuda|cutlass|fwd_|nv[A-Z]", name)]

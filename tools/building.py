@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 import re
@@ -10,15 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-with contextlib.suppress(ImportError):  # Windows has none
-    import fcntl
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,37 +38,19 @@ def run(command: list[str], log: Path, timeout_s: float | None = None) -> tuple[
 
     Whatever ends the wait, an interrupt too, ends all that the command has started.
     """
-    process: subprocess.Popen[bytes] | None = None
     status: int | None = None
-    with log.open("w") as out:
+    with log.open("w") as out, ThreadPoolExecutor(1) as thread:
         streams = {"stdout": out, "stderr": out, "stdin": subprocess.DEVNULL}
+        # By a thread: an interrupt, which is the main one's, within Popen would lose a process that runs already.
+        starting = thread.submit(subprocess.Popen, command, start_new_session=True, **streams)
         try:
-            with interrupts_later():
-                process = subprocess.Popen(command, start_new_session=True, **streams)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = process.wait(timeout_s)
+                status = starting.result().wait(timeout_s)
         finally:
-            if process is not None and process.poll() is None:
+            if starting.exception() is None and (process := starting.result()).poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     return status, log.read_text(errors="replace")
-
-
-@contextlib.contextmanager
-def interrupts_later() -> Iterator[None]:
-    """An interrupt that comes in this block is raised at its end: within Popen it would lose a process that
-    runs already. (A mask that holds it back would be inherited by that process.)"""
-    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
-        yield
-        return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            signal.raise_signal(signal.SIGINT)
 
 
 def script(directory: Path, *lines: str) -> subprocess.CompletedProcess[str]:
@@ -86,7 +66,7 @@ class Tree:
 
     directory: Path
     variables: Mapping[str, object] = field(default_factory=dict)
-    jobs: int = os.cpu_count() or 1 if sys.platform == "win32" else len(os.sched_getaffinity(0))
+    jobs: int = len(os.sched_getaffinity(0))
 
     def configure(self) -> None:
         """Raises BuildError: with the project's own sentence where it has one."""
@@ -117,7 +97,7 @@ class Tree:
         return run([*command, "-j", str(self.jobs), "--", "-k", "0"], self.directory / "build.log")
 
     def build(self, target: str, pattern: str) -> Path:
-        """Configures and builds a target, one process at a time. The file that is made; BuildError."""
+        """Configures and builds a target, one process at a time. The file that is made; or BuildError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with (self.directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -151,8 +131,8 @@ def load_extension(path: Path) -> Any:
     return module
 
 
-def tail(output: str, lines: int = 25) -> str:
+def tail(output: str) -> str:
     """The errors of a program's output, or its last lines."""
     text = output.splitlines()
     errors = [line for line in text if "error" in line.lower() or "cutlass_fmha:" in line]
-    return "\n".join((errors or text)[-lines:])
+    return "\n".join((errors or text)[-25:])

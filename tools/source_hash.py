@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from pathlib import Path
 
@@ -28,14 +27,5 @@ def source_hash(directory: Path = SOURCES) -> str:
     return digest.hexdigest()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path, nargs="?", default=SOURCES, help="default: this checkout's src/")
-    try:
-        print(source_hash(parser.parse_args().directory))
-    except FileNotFoundError as error:
-        parser.error(str(error))
-
-
 if __name__ == "__main__":
-    main()
+    print(source_hash())

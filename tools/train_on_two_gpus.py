@@ -2,8 +2,8 @@
 
     python tools/train_on_two_gpus.py --json benchmarks/results/two-gpus-h200.json
 
-Each process has half of a batch; what they average is held against the whole batch with torch's attention in one
-process. Tells each setting's largest error, as a share of the largest element; fails where it is too large.
+Each process has half of a batch; what they average is held against the whole batch in one process. Tells each setting's
+largest error, as a share of the largest element; fails where it is too large.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import two_processes
 from cutlass_fmha.bench import kept, report
 
 
-def measure(device: str) -> dict[str, Any]:
+def measure(device: str) -> Iterator[dict[str, Any]]:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         two_processes.run(test_training.ONE_OF_TWO[device], Path(folder))
@@ -34,7 +34,7 @@ def measure(device: str) -> dict[str, Any]:
     settings = {x: {"error": max(one[x][0], other[x][0]), "allowed": allowed} for x, (_, allowed) in one.items()}
     backend = "gloo" if device == "cpu" else f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     seconds = round(time.perf_counter() - begin, 1)
-    return {"processes": 2, "device": device, "backend": backend, "seconds": seconds, "settings": settings}
+    yield {"processes": 2, "device": device, "backend": backend, "seconds": seconds, "settings": settings}
 
 
 def text(result: dict[str, Any]) -> str:
@@ -52,11 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.device == "cuda" and not options.from_json and torch.cuda.device_count() < 2:
         print(f"two GPUs are needed, and there are {torch.cuda.device_count()}", file=sys.stderr)
         return 1
-
-    def found(_: torch.device) -> Iterator[dict[str, Any]]:
-        yield measure(options.device)
-
-    kept.run(options, found, text)
+    kept.run(options, lambda _: measure(options.device), text)
     return 0
 
 
