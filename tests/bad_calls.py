@@ -1,24 +1,126 @@
-"""What becomes of calls.py's calls that must be refused: the argument that is wrong, the error and its sentence.
+"""Calls of every function and op where nothing is wrong, and what becomes of them where an argument is.
 
-``...`` stands for an argument that is left out.
+Of small tensors on the CPU. ``...`` stands for an argument that is left out.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
-
-from calls import (  # isort: skip
-    ARRAY, BAD, BIAS, BLOCKS, COS, CU_K, CU_Q, DOCUMENTS, FEWER, HOLES, IMAGINARY, JAGGED, LEAF, LSE, MASK, NESTED,
-    NEW, NEW6, OF_HEADS, OTHERS, OUT, PACKED, PACKED_K, PACKED_NEW, PACKED_Q, PAGED, PAGES, POOL, QUANTIZED,
-    SIDE_BY_SIDE, TABLE, TURNED, TWELVE, TWO_HEADS, VARLEN, WEIGHT, WIDE_LSE, K, Q, S, V,
-)  # fmt: skip
 from tensors import ints
 from torch import Tensor
 
-from cutlass_fmha import UnsupportedError
+import cutlass_fmha as fmha
+from cutlass_fmha import UnsupportedError, attention, nn, scaled_dot_product_attention
+from cutlass_fmha.arguments.signature import FOREIGN
+
+BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM = 2, 6, 10, 4, 2, 16
+Q = torch.randn(BATCH, SEQLEN_Q, HEADS, DIM)
+K, V = torch.randn(2, BATCH, SEQLEN_K, HEADS_KV, DIM)
+PACKED = {"q": Q.flatten(0, 1), "k": K.flatten(0, 1), "v": V.flatten(0, 1)}
+PAGED = {name: torch.randn(4, 16, HEADS_KV, DIM) for name in "kv"}
+CU_Q, CU_K, TABLE = ints(0, 6, 12), ints(0, 10, 20), ints(0, 1, 2, 3).view(2, 2)
+VARLEN = {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
+PACKED_Q = {"q": PACKED["q"], "cu_seqlens_q": CU_Q}
+PACKED_K = {"k": PACKED["k"], "v": PACKED["v"], "cu_seqlens_k": CU_K}
+PAGES = {**PAGED, "page_table": TABLE}
+POOL = {f"{name}_cache": pool for name, pool in PAGED.items()}
+MASK, BIAS = torch.ones(SEQLEN_Q, SEQLEN_K, dtype=torch.bool), torch.zeros(SEQLEN_Q, SEQLEN_K)
+BLOCKS = (torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 3, dtype=torch.int32), (4, 4))
+
+IMAGINARY = torch.zeros(BATCH, SEQLEN_Q, HEADS, DIM, dtype=torch.complex64)
+S = torch.randn(2, 4, 5, 16)
+with warnings.catch_warnings():  # torch is fond of neither
+    warnings.simplefilter("ignore")
+    NESTED = torch.nested.nested_tensor([torch.randn(n, HEADS, DIM) for n in (3, 5)])
+    JAGGED = torch.nested.nested_tensor([torch.randn(n, HEADS, DIM) for n in (3, 5)], layout=torch.jagged)
+    HEADS_FIRST = JAGGED.transpose(1, 2)
+    QUANTIZED = torch.quantize_per_tensor(K, 0.1, 0, torch.quint8)
+TWO_HEADS = torch.nested.nested_tensor_from_jagged(HEADS_FIRST.values()[:2], JAGGED.offsets(), jagged_dim=2)
+OTHERS = torch.nested.nested_tensor_from_jagged(JAGGED.values(), torch.tensor([0, 4, 8]))
+HOLES = torch.nested.nested_tensor_from_jagged(JAGGED.values(), JAGGED.offsets(), torch.tensor([2, 5]))
+FEWER = torch.nested.nested_tensor_from_jagged(JAGGED.values(), torch.tensor([0, 3, 5, 8]))
+DOCUMENTS, OF_HEADS = dict.fromkeys("qkv", JAGGED), dict.fromkeys(("query", "key", "value"), HEADS_FIRST)
+ARRAY = np.zeros((BATCH, SEQLEN_Q, HEADS, DIM), dtype=np.float32)
+COS, SHORT_COS = torch.ones(12, DIM // 2), torch.ones(9, DIM // 2)
+TURNED = {"rotary_cos": SHORT_COS, "rotary_sin": SHORT_COS}
+NEW = torch.randn(BATCH, 2, HEADS_KV, DIM)
+PACKED_NEW = NEW.flatten(0, 1)
+NEW6, WEIGHT = torch.randn(BATCH, SEQLEN_Q, HEADS_KV, DIM), torch.randn(DIM)
+LSE, WIDE_LSE = torch.zeros(BATCH, HEADS, SEQLEN_Q), torch.zeros(BATCH, HEADS, SEQLEN_Q + 1)[..., :-1]
+OUT, LEAF = torch.zeros_like(Q), Q.clone().requires_grad_()
+SIDE_BY_SIDE = torch.zeros(2, 3, 2, 4, 5, 16).transpose(0, 1)
+
+LONG = torch.empty_strided((1, 2**29 + 1, 1, 16), (0, 0, 0, 1), device="meta")
+LONG_PACKED = dict.fromkeys("qkv", LONG[0])
+LONG_PACKED |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.empty(3, dtype=torch.int32, device="meta"))
+
+OPS = torch.ops.cutlass_fmha
+CACHES, ANGLES = {"k_cache": K, "v_cache": V}, {"cos": COS, "sin": COS}
+PACKING = {**CACHES, "cache_seqlens": ints(0, 3), "cu_seqlens_q": ints(0, 1, 4)}
+CALL, RESULTS = {"q": Q, "k": K, "v": V}, {"out": OUT, "lse": LSE, "return_lse": True}
+SAID = {"softcap": 1.0, "seqused_k": ints(1, 2), "cache_batch_idx": ints(0, 1)}
+SAID |= dict.fromkeys(("alibi_slopes", "sinks"), torch.ones(4))
+TWELVE = ints(*range(12)).view(2, 6)
+SIZES = ("batch", "num_heads", "seqlen_q", "seqlen_k")
+OP = {"query": Q, "key": K, "value": V, "scale": 1.0, "causal": "none", "return_lse": True, "row": None}
+#: What is called, and its arguments where nothing is wrong.
+BAD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "attention": (attention, CALL),
+    "features": (attention, {**CALL, **SAID, **RESULTS}),
+    "arrays": (attention, {name: x.numpy() for name, x in CALL.items()}),
+    "by position": (lambda more: attention(Q, K, V, *more), {}),
+    "varlen": (attention, VARLEN),
+    "paged": (attention, {"q": Q, **PAGES}),
+    "sdpa": (scaled_dot_product_attention, {"query": S, "key": S, "value": S}),
+    "with_kv_cache": (fmha.with_kv_cache, {"q": Q, **CACHES}),
+    "append": (fmha.with_kv_cache, {"q": Q, **CACHES, "k": NEW, "v": NEW, "cache_seqlens": 3, "return_lse": True}),
+    "append_kv_": (OPS.append_kv_, {**CACHES, "key": NEW, "value": NEW, "cache_seqlens": ints(0, 3)}),
+    "packed append": (fmha.with_kv_cache, {**PACKING, "q": PACKED["q"][:4], "k": PACKED_NEW, "v": PACKED_NEW}),
+    "packed append_kv_": (OPS.append_kv_, {**PACKING, "key": PACKED_NEW, "value": PACKED_NEW}),
+    "cascade": (fmha.cascade_attention, {"q": Q, "k_shared": K[0], "v_shared": V[0], "k": K, "v": V}),
+    "merge_states": (fmha.merge_states, {"o_a": Q, "lse_a": LSE, "o_b": Q, "lse_b": LSE}),
+    "rotary": (fmha.rotary, {"x": Q, **ANGLES, "positions": ints(0, 1)}),
+    "packed rotary": (fmha.rotary, {"x": PACKED["q"], **ANGLES, "positions": ints(0, 1), "cu_seqlens": CU_Q}),
+    "rotary_qk": (fmha.rotary_qk, {"q": Q, "k": NEW6, **ANGLES}),
+    "qk_norm_rope": (fmha.qk_norm_rope, {"q": Q, "k": NEW6, **ANGLES, "q_weight": WEIGHT}),
+    "norm append": (fmha.qk_norm_rope, {"q": Q, "k": NEW6, "v": NEW6, **ANGLES, **CACHES, "cache_seqlens": ints(0, 3)}),
+    "dropout_mask": (fmha.dropout_mask, {**dict.fromkeys(SIZES, 1), "dropout_seed": 1, "dropout_p": 0.5}),
+    "set_deterministic_workspace": (fmha.set_deterministic_workspace, {}),
+    "nn.SwiGLU": (nn.SwiGLU, {"in_features": 4, "hidden_features": 4}),
+    "nn.Attention": (nn.Attention, {"embed_dim": 16, "num_heads": 4}),
+    "a norm": (nn.RMSNorm((3, 8)), {"x": torch.randn(3, 8)}),
+    "a layer": (nn.Attention(16, 2), {"x": S[0]}),
+    "explain": (fmha.explain, CALL),
+    "shape": (fmha.explain, {"shape": (1, 8, 4, 64), "device": "l4"}),
+    "backward": (
+        OPS.attend_backward,
+        {"dout": Q, **OP, "output": Q, "softmax_lse": LSE, "dlse": LSE, "return_lse": ...},
+    ),
+    "forward": (OPS.forward, OP),
+    "attend": (OPS.attend, OP),
+}
+
+
+class Opaque:
+    """An array, of which no memory is to be had."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self) -> Any:
+        raise BufferError("this memory is not for others")
+
+
+class Closed(Opaque):
+    def __array_namespace__(self) -> Any:
+        return object()
 
 
 def in_every_second_place(x: Tensor) -> Tensor:
@@ -53,21 +155,14 @@ REFUSED: Refusals = {
         ({"out": OUT.as_strided(Q.shape, (64, 64, 16, 1))}, "out is written to, .* that share memory"),
         ({"lse": WIDE_LSE, "return_lse": True, "softcap": 1.0}, r"lse must be contiguous.* \(28, 7, 1\)"),
         ({"q": Q[0]}, r"q must have 4 dimensions, \[batch, .* num_heads, head_dim\], got shape \(6, 4, 16\)"),
-        *[
-            ({"k": K[0], "layout": "bhsd", "softcap": x}, r"k .* 4 .* \[batch, num_heads, seqlen, head_dim")
-            for x in (0, 1.0)
-        ],
+        ({"k": K[0], "layout": "bhsd", "softcap": 1.0}, r"k .* 4 .* \[batch, num_heads, seqlen, head_dim"),
         ({"v": V[:1]}, "v must have q's batch size 2, got 1"),
         ({"k": K[..., :8]}, r"k must have q's head_dim \(last dimension\) 16, got 8"),
         *[({x: Q[..., :0]}, rf"{x} must have a head_dim \(last dimension\) of at least 1, got 0") for x in "qv"],
         ({"v": V[:, :3]}, "v must have k's seqlen 10, got 3"),
-        ({"v": V[:, :, :1]}, "v must have k's num_heads 2, got 1"),
         ({"q": Q[:, :, :3]}, "k must have a number of heads that divides q's 3, got 2"),
         ({"k": K[:, :, :0], "v": V[:, :, :0]}, "k must have a number of heads that divides q's 4, got 0"),
-        *[
-            ({"scale": x}, "scale must be .* of magnitude 2e38 at most, got -?[3i]")
-            for x in (-3e38, 10**400, -(10**400))
-        ],
+        *[({"scale": x}, "scale must be .* of magnitude 2e38 .*, got -?[3i]") for x in (-3e38, 10**400, -(10**400))],
         *[({"causal": x}, f"causal must be .* got {told}$") for x, told in ((1, "1"), (ARRAY, "ndarray"))],
         *[({"layout": x}, "layout must be .* got .*b+") for x in (["bshd"], "b" * 999)],
         ({**PAGES, "cu_seqlens_k": CU_K}, "page_table and cu_seqlens_k exclude each other: both"),
@@ -84,6 +179,9 @@ REFUSED: Refusals = {
         ({"window": (3, 2**29 + 1)}, r"window_right must be -1 \(no limit\) or 0 to 2\*\*29, got 536870913"),
         *[({"softcap": x}, rf"softcap must be 0 \(none\) or positive, .* got {x}") for x in (-1.0, math.inf, math.nan)],
         *[({"dropout_p": x}, f"dropout_p must be at least 0 and less than 1, got {x}") for x in (1.0, -0.1)],
+        ({"q": LONG[:, :1], "k": LONG, "v": LONG}, r"k must have a seqlen of 2\*\*29 at most, got 536870913$"),
+        ({**LONG_PACKED, "max_seqlen_k": 9}, r"q must have a seqlen of 2\*\*29 at most, got 536870913: pass"),
+        ({"deterministic_workspace": -1, "deterministic": True}, "deterministic_workspace must be 0 bytes .*, got -1"),
         ({"num_splits": 65}, "num_splits must be 1 to 64 or None, got 65"),
         ({"num_splits": 0}, "num_splits must be 1 to 64 .* None has a number chosen"),
         ({"dropout_p": 0.1, "dropout_seed": 2**63}, "dropout_seed must fit .* bits, got 9223372036854775808"),
@@ -99,7 +197,6 @@ REFUSED: Refusals = {
         ({**VARLEN, "cu_seqlens_q": ints()}, r"cu_seqlens_q must have shape \[batch \+ 1\], got \(0,\)"),
         ({**VARLEN, "cu_seqlens_k": ints(0, 20)}, r"cu_seqlens_k must have shape \(3,\), got \(2,\)"),
         ({**PAGES, "page_table": TABLE[0]}, r"page_table must have 2 .* \[batch, pages\], got shape \(2,\)"),
-        ({**PAGES, "page_table": TABLE.T}, "page_table must be contiguous in its last dimension"),
         ({**PAGES, "page_table": TABLE[:1]}, r"page_table must have a .* of 2 sequences, got shape \(1, 2\)"),
         ({"mask": BIAS}, "mask must be bool, got float32: what is added to scores is a bias"),
         ({"mask": MASK[:, :9]}, r"mask must be .* \[batch, num_heads, .*\(2, 4, 6, 10\), got shape \(6, 9\)"),
@@ -109,15 +206,15 @@ REFUSED: Refusals = {
         ({"alibi_slopes": torch.ones(2)}, r"alibi_slopes must have shape \(4,\) or \(2, 4\), got \(2,\)"),
         ({"sinks": torch.ones(4).half()}, "sinks must be float32 or of the tensors' dtype .* got float16"),
         ({"sinks": torch.ones(2)}, r"sinks must have shape \(4,\), got \(2,\)"),
-        *[
-            ({"dropout_p": 0.1, "dropout_seed": x}, f"dropout_seed must be int64 of shape .*, got {told}")
-            for x, told in ((ints(3), r"int32 of shape \(1,\)"), (torch.tensor(3), r"int64 of shape \(\)"))
-        ],
+        ({"dropout_p": 0.1, "dropout_seed": ints(3)}, r"dropout_seed must be int64 of shape .* int32 of shape \(1,\)"),
         ({"block_mask": (*BLOCKS[:2], (0, 4))}, r"block_mask must have blocks of at least 1 query and 1 key"),
         ({"block_mask": (BLOCKS[0].long(), *BLOCKS[1:])}, "block_counts must be int32, got int64"),
         ({"block_mask": (BLOCKS[0][..., :1], *BLOCKS[1:])}, r"block_counts .* query blocks, got \(1, 1, 1\)"),
         ({"block_mask": (BLOCKS[0], BLOCKS[0], (4, 4))}, r"block_indices must have .* entries at most\] .*"),
         ({"block_mask": (BLOCKS[0].expand(1, 3, 2), *BLOCKS[1:])}, r"block_counts must .* got \(1, 3, 2\)"),
+    ],
+    ("by position", TypeError): [
+        ({"more": x}, f"q, k and v by position .* by name.* got {3 + len(x)} po") for x in ((True,), (None, 0.1, True))
     ],
     ("sdpa", TypeError): [({"softmax_scale": 1.0}, "softmax_scale")],
     ("sdpa", ValueError): [
@@ -132,6 +229,7 @@ REFUSED: Refusals = {
         ({"key": S[0, 0], "enable_gqa": True}, r"key must have at least .* head_dim\], got shape \(5, 16\)"),
         ({"key": S[:, :3], "value": S[:, :3], "enable_gqa": True}, "heads that divides query's 4, got 3"),
         ({"value": S[:, :2], "enable_gqa": True}, "value must have key's num_heads 4, got 2"),
+        ({"query": torch.randn(3, 4, 5, 16)}, r"dimensions that broadcast, .*\(enable_gqa=True lets key"),
         ({"query": torch.randn(3, 4, 5, 16), "enable_gqa": True}, r"dimensions that broadcast, got .* 16\)$"),
     ],
     ("attention", NotImplementedError): [
@@ -144,8 +242,7 @@ REFUSED: Refusals = {
     ("forward", TypeError): [({"query": None, "key": None, "value": None}, "query must be a torch.Tensor")],
     ("cascade", TypeError): [({"window": (3, 0)}, "cascade_attention.* 'window': help")],
     ("rotary", TypeError): [
-        ({"positions": x}, rf"positions must be an int32 tensor \[batch\] or an int, got {type(x).__name__}")
-        for x in (1.0, True)
+        ({"positions": x}, r"positions must be an int32 .*\[batch\] or an int") for x in (1.0, True)
     ],
     ("rotary_qk", TypeError): [({"offsets": 1.0}, "offsets must be an int, an int32 tensor .* got float")],
     ("rotary_qk", ValueError): [
@@ -240,6 +337,11 @@ REFUSED: Refusals = {
     ],
     ("forward", ValueError): [({"value": V[:, :3]}, "value must have key's seqlen 10, got 3")],
     ("backward", ValueError): [({"key": K[:, :, :1]}, "value must have key's")],
+    ("nn.SwiGLU", ValueError): [({"activation": "relu"}, "activation must be 'silu'")],
+    ("nn.Attention", ValueError): [
+        *[({"num_heads_kv": n}, f"num_heads must be a multiple of num_heads_kv {n}") for n in (3, 0)],
+        ({"embed_dim": 15}, "embed_dim must be a multiple of num_heads 4"),
+    ],
     ("attend", ValueError): [
         ({"dropout_p": 0.1}, "dropout_p is only taken with dropout_seed"),
         ({"block_counts": BLOCKS[0]}, "block_counts is only taken with block_indices"),
@@ -253,7 +355,10 @@ REFUSED: Refusals = {
         ({"q": ...}, "explain needs q, k and v, or a shape"),
         ({"is_causal": True}, "unexpected keyword argument 'is_causal': pass causal=True"),
     ],
+    ("set_deterministic_workspace", ValueError): [({"size": -2}, "size must be 0 bytes or more, or None, got -2")],
+    ("set_deterministic_workspace", TypeError): [({"size": 1.5}, "size must be an int, got float")],
     ("explain", ValueError): [
+        ({"backward": True, "measure": True}, "explain measures no backward"),
         ({"device": 99}, "device cuda:99 does not exist"),
         ({"arch": 75}, "arch must be one of 80, 86, 87, 89, 90, 120, 121, got 75"),
     ],
@@ -292,6 +397,7 @@ REFUSED: Refusals = {
         ({"seqlen_q": 2.0}, "seqlen_q must be an int, got float"),
         ({"dropout_seed": None}, "dropout_seed must be an int or a torch.Tensor, got NoneType"),
     ],
+    ("cascade", NotImplementedError): [({"k": K.clone().requires_grad_()}, "no backward yet")],
     **{
         (name, NotImplementedError): [({x: BAD[name][1][x].clone().requires_grad_()}, "no backward yet")]
         for name, x in (("merge_states", "o_a"), ("append_kv_", "key"), ("rotary", "x"))
@@ -341,6 +447,23 @@ REFUSED_ON_CPU: Refusals = {
         ({"block_mask": (BLOCKS[0] * 2, *BLOCKS[1:])}, "block_indices must ascend"),
         ({"block_mask": (BLOCKS[0], BLOCKS[1] - 1, (4, 4))}, "block_indices .* numbers of 0 or more, got -1"),
     ],
+    ("arrays", TypeError): [
+        ({"k": [1.0]}, "k must be a torch.Tensor, got list"),
+        ({"out": np.zeros(1)}, "out is not taken where q is a numpy.ndarray"),
+        ({"k": Opaque()}, "k, a .*Opaque, can't be shared by DLPack: this memory is not for others"),
+        ({"q": Closed()}, "whose library has no from_dlpack to take the result with"),
+        ({"k": K.half().requires_grad_()}, "k requires a gradient, and q is"),
+        ({"k": K.numpy()[:, ::-1]}, "k, a numpy.ndarray, has a negative stride"),
+        ({"q": np.ma.zeros(Q.shape, "f")}, "q, a numpy.ma array, may hide elements: pass q.filled"),
+        ({"mask": np.ma.zeros((6, 10), bool)}, "mask, a numpy.ma array, may hide elements"),
+        ({"q": np.zeros(Q.shape, "U1")}, "q, a numpy.ndarray, can't be shared by DLPack: "),
+    ],
+    ("a norm", ValueError): [
+        ({"x": Q}, r"x must end in \(3, 8\), .* \(2, 6, 4, 16"),
+        ({"x": torch.zeros(3, 8).int()}, "x must be float16"),
+    ],
+    ("a layer", TypeError): [({"layout": "bhsd"}, "layout is not for a layer")],
+    ("a layer", ValueError): [({"x": S[0, 0]}, r"x must have 3 dimensions, \[batch, seqlen, ")],
     ("merge_states", ValueError): [({"out": OUT, "lse": OUT.flatten()[:48].view(LSE.shape)}, "lse .* memory with out")],
     ("append", ValueError): [({"q": Q[:, :4], "out": K[:, :8].view(2, 4, 4, 16)}, "out .* memory with k_cache")],
     ("rotary", ValueError): [({"positions": ints(0, 99)}, "has positions 0 to 11, and a row has position 104")],
@@ -380,6 +503,7 @@ ALIKE: Alike = [
     }),
     (TypeError, "must be an int or None, got float", 2.0, {
         "attention": "num_splits", "shape": "seqlen_k num_heads_kv head_dim_v page_size",
+        "explain": "deterministic_workspace",
     }),
     (TypeError, "must be a pair", 3, {"explain": "window", "append": "window", "shape": "window block_size"}),
     (ValueError, "must be float32, as the result is, got float16", OUT.half(), {
@@ -397,7 +521,8 @@ ALIKE: Alike = [
         "paged": "page_table",
     }),
     (ValueError, "must be contiguous: pass", in_every_second_place, {
-        "features": "sinks cache_batch_idx", "append_kv_": "cache_seqlens", "packed append": "cu_seqlens_q",
+        "features": "sinks cache_batch_idx seqused_k", "append_kv_": "cache_seqlens", "packed append": "cu_seqlens_q",
+        "varlen": "cu_seqlens_q cu_seqlens_k",
     }),
     (ValueError, "must be float32.* got float64", LSE.double(), {
         "features": "lse alibi_slopes sinks", "merge_states": "lse_a", "backward": "softmax_lse",
@@ -455,18 +580,7 @@ ALIKE_ON_CPU: Alike = [
     }),
     (NotImplementedError, "is a nested tensor, which no kernel takes: pack", NESTED, STRANGE),
     (NotImplementedError, "must be a dense tensor, got the layout sparse_coo: pass", Q.to_sparse(), STRANGE),
-    (NotImplementedError, "must be a dense tensor, got the layout _mkldnn: pass", Q.to_mkldnn(), STRANGE),
 ]  # fmt: skip
-
-#: Another library's word, and what the sentence tells who uses it.
-WORDS = {
-    "window_size": "window=", "is_causal": "causal=", "softmax_scale": "scale", "sm_scale": "scale",
-    "attn_mask": "mask", "attention_mask": "bias", "key_padding_mask": "mask=",
-    "dropout": "dropout_p", "block_table": "page_table",
-    "cache_seqlens": "with_kv_cache", "tensor_layout": "layout=", "enable_gqa": "leave it out",
-    "return_attn_probs": "return_lse", "s_aux": "sinks", "score_mod": "softcap", "q_descale": "FP8",
-    "windows": r"help\(cutlass_fmha.attention\)",
-}  # fmt: skip
 
 
 def alike(table: Alike) -> list[tuple[str, dict[str, Any], str, type[Exception]]]:
@@ -481,7 +595,8 @@ def alike(table: Alike) -> list[tuple[str, dict[str, Any], str, type[Exception]]
 CALLS = [
     *[(name, *row, error) for (name, error), rows in REFUSED.items() for row in rows],
     *alike(ALIKE),
-    *[("attention", {word: None}, f"'{word}': .*{told}", TypeError) for word, told in WORDS.items()],
+    *[("attention", {word: None}, f"'{word}': {re.escape(told)}", TypeError) for word, told in FOREIGN.items()],
+    ("attention", {"windows": None}, r"'windows': help\(cutlass_fmha.attention\)", TypeError),
     ("with_kv_cache", {"softmax_scale": 1.0}, "'softmax_scale': pass scale", TypeError),
     ("with_kv_cache", {"block_table": None}, "'block_table': pass page_table", TypeError),
     ("with_kv_cache", {"dropout": 0.1}, r"'dropout': help\(cutlass_fmha.with_kv_cache\)", TypeError),

@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import math
 import typing
 from typing import Any, get_type_hints
 
 import pytest
 import torch
-from calls import BIAS, BLOCKS, CU_K, CU_Q, MASK, PACKED, PAGED, TABLE, K, Q, V
-from tensors import LooksLikeCuda, ints, qkv, randn
+from bad_calls import BIAS, BLOCKS, CU_K, CU_Q, PACKED, PAGED, TABLE, K, Q, V
+from tensors import LooksLikeCuda, ints, laid, randn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_fmha
 from cutlass_fmha import attention, cpu, scaled_dot_product_attention
 from cutlass_fmha.arguments import op_arguments
 from cutlass_fmha.arguments.results import RESULTS
+from cutlass_fmha.arguments.signature import FOREIGN
 from cutlass_fmha.features import CallArguments, FeatureArguments, Features
 from cutlass_fmha.ops import dispatcher
 
 F = torch.nn.functional
-tensors = functools.partial(qkv, dtype=torch.bfloat16)
-
-
-def test_the_public_names():
-    assert set(cutlass_fmha.__all__) == {
-        "UnsupportedError", "Workspace", "__version__", "attention", "cascade_attention", "dropout_mask",
-        "explain", "explain_swiglu_mlp", "geglu", "gelu_and_mul", "memory_plan", "merge_states",
-        "qk_norm_rope", "rms_norm", "rotary", "rotary_qk", "scaled_dot_product_attention", "sdpa",
-        "set_deterministic_workspace", "silu_and_mul", "swiglu", "swiglu_mlp", "with_kv_cache",
-    }  # fmt: skip
-    assert all(hasattr(cutlass_fmha, name) for name in cutlass_fmha.__all__)
-    assert cutlass_fmha.__version__[0].isdecimal()
-
-
-@pytest.mark.parametrize(("causal", "meaning"), [(False, "none"), (None, "none"), (True, "bottom-right")])
-def test_causal_has_two_alignments_and_bottom_right_is_the_default(causal: bool | None, meaning: str):
-    found, wanted = (attention(*tensors(), causal=said, return_lse=True) for said in (causal, meaning))
-    assert all(map(torch.equal, found, wanted))
 
 
 def test_float64_is_of_the_cpu():
@@ -74,6 +55,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, ...]]]
     "no keys": ((2, 4, 5, 16), (2, 4, 0, 16), []),
     "no batch": ((0, 4, 5, 16), (0, 4, 7, 16), []),
     "no batch, 5d": ((3, 0, 4, 5, 16), (3, 0, 4, 7, 16), []),
+    **{f"grouped, {2 + len(b)}d": ((*b, 8, 5, 16), (*b, 2, 7, 16), []) for b in ((1,), (2,), (3, 2))},
 }
 
 
@@ -84,30 +66,13 @@ def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_mean_what_torch_means(name: str, is_causal: bool):
+    """Also where the last dimension is not contiguous: contiguous() leaves an empty tensor's strides as they are."""
     q_shape, k_shape, _ = SHAPES[name]
-    given = drawn(q_shape, k_shape, k_shape)
-    expected = F.scaled_dot_product_attention(*given, is_causal=is_causal)
-    torch.testing.assert_close(scaled_dot_product_attention(*given, is_causal=is_causal), expected)
-
-
-@pytest.mark.parametrize("lead", [(), (2,), (3, 2)])
-def test_grouped_heads_mean_what_they_mean_to_torch(lead: tuple[int, ...]):
-    given = drawn((*lead, 8, 5, 16), (*lead, 2, 7, 16), (*lead, 2, 7, 16))
-    expected = F.scaled_dot_product_attention(*given, scale=0.2, enable_gqa=True)
-    torch.testing.assert_close(scaled_dot_product_attention(*given, scale=0.2, enable_gqa=True), expected)
-    with pytest.raises(ValueError, match=r"dimensions that broadcast, .*\(enable_gqa=True lets key"):
-        scaled_dot_product_attention(*given)
-
-
-def test_no_rows_lie_anywhere():
-    """contiguous() leaves an empty tensor as it is, strides and all."""
-    empty = torch.empty(1, 2, 0, 16, 2)[..., 0]
-    assert scaled_dot_product_attention(empty, empty, empty).shape == empty.shape
-
-
-def test_a_last_dimension_that_is_not_contiguous_is_copied():
-    given = [x.transpose(2, 3) for x in drawn((2, 4, 16, 5), (2, 4, 16, 7), (2, 4, 16, 7))]
-    torch.testing.assert_close(scaled_dot_product_attention(*given), F.scaled_dot_product_attention(*given))
+    said = {"is_causal": is_causal, "enable_gqa": name.startswith("grouped"), "scale": 0.2 if is_causal else None}
+    for how in ("", "last dimension"):
+        given = [laid(x, how) for x in drawn(q_shape, k_shape, k_shape)]
+        expected = F.scaled_dot_product_attention(*given, **said)
+        torch.testing.assert_close(scaled_dot_product_attention(*given, **said), expected)
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.float64], ids=str)
@@ -127,18 +92,6 @@ def test_masks_mean_what_they_mean_to_torch(name: str, kind: torch.dtype):
             torch.testing.assert_close(half, expected.half(), rtol=1e-2, atol=1e-2)
 
 
-def test_a_row_that_a_mask_empties_is_zero():
-    q, k, v = torch.randn(3, 1, 2, 4, 16).unbind(0)
-    hides = torch.tensor([[True] * 4, [False] * 4, [True] * 4, [False, True, True, True]])
-    for mask in (hides, torch.zeros(4, 4).masked_fill(~hides, -math.inf)):
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        assert (out[:, :, 1] == 0).all() and out.isfinite().all()
-        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        torch.testing.assert_close(out[:, :, [0, 2, 3]], expected[:, :, [0, 2, 3]])
-
-
-# ---- what a call may say besides ---------------------------------------------------------------------------
-
 (BATCH, SEQLEN_Q, HEADS, DIM), (_, SEQLEN_K, HEADS_KV, _) = Q.shape, K.shape
 
 
@@ -153,17 +106,24 @@ def test_the_ops_keyword_arguments_are_the_fields_of_features():
     assert numbers.name == "numbers"  # which stands for three others in a compiled graph
 
 
-def test_attention_takes_the_names_that_its_type_has():
+def test_signatures_list_the_features():
     hints = get_type_hints(FeatureArguments, vars(typing) | {"Tensor": torch.Tensor})
-    known = op_arguments.TENSORS | op_arguments.INTEGERS | op_arguments.FLOATS | op_arguments.OTHERS
-    assert set(hints) == known
-    assert set(CallArguments.__annotations__) == {*hints, *RESULTS}
-    assert all(name in attention.__doc__ for name in CallArguments.__annotations__)
+    assert set(hints) == op_arguments.TENSORS | op_arguments.INTEGERS | op_arguments.FLOATS | op_arguments.OTHERS
+    said = {*hints, *RESULTS}
+    assert set(CallArguments.__annotations__) == said and all(name in attention.__doc__ for name in said)
+    listed = inspect.signature(attention).parameters
+    assert set(listed) == {"q", "k", "v", "scale", "causal", "return_lse", "layout", "row"} | said
+    assert [name for name, each in listed.items() if each.kind != each.KEYWORD_ONLY] == ["q", "k", "v"]
+    assert listed["window"].annotation == "tuple[int | None, int | None] | None"
+    for function in (cutlass_fmha.with_kv_cache, cutlass_fmha.cascade_attention):
+        kinds = {each.kind for each in inspect.signature(function).parameters.values()}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds
+    assert not set(FOREIGN) & set(listed)
 
 
 def test_what_says_nothing_is_a_plain_call(monkeypatch):
     monkeypatch.setattr(cpu, "attend", None)
-    nothing = dict.fromkeys(FeatureArguments.__annotations__)
+    nothing = dict.fromkeys(("causal", *FeatureArguments.__annotations__))
     without_effect = {"softcap": 0, "dropout_p": 0.0, "dropout_seed": 3, "batch_invariant": False}
     for said in (nothing, without_effect, {"window": (-1, None)}):
         assert torch.equal(call(**said), call())
@@ -187,79 +147,18 @@ def test_what_changes_no_result_reaches_the_op(monkeypatch):
         assert seen.pop().sinks.dtype == (double if dtype == double else single)
 
 
-#: Arguments that may lie anywhere, the others' rows are contiguous; each with a call that it goes with.
-STRIDED = ("mask", "bias", "alibi_slopes", "dropout_seed", "block_counts", "block_indices")
-LAID = {
-    "mask": torch.rand(BATCH, HEADS, SEQLEN_Q, SEQLEN_K) < 0.7,
-    "bias": torch.randn(BATCH, HEADS, SEQLEN_Q, SEQLEN_K),
-    "alibi_slopes": torch.rand(BATCH, HEADS), "sinks": torch.randn(HEADS), "dropout_seed": torch.tensor([3]),
-    "block_counts": ints(*range(8)).view(BATCH, HEADS, 1) % 3,
-    "block_indices": torch.arange(24, dtype=torch.int32).view(BATCH, HEADS, 1, 3),
-    **{name: ints(3, 1) for name in ("seqused_q", "seqused_k", "leftpad_k", "prefix_lengths")},
-    "cache_batch_idx": ints(1, 0), "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, "page_table": TABLE,
-}  # fmt: skip
-
-
-def laid(x: torch.Tensor, how: str) -> torch.Tensor:
-    """x with gaps, or some of its numbers, shared by its rows."""
-    if how == "strided":
-        odd = (slice(1, None, 2),) * x.dim()
-        wide = x.new_zeros([2 * size for size in x.shape])
-        wide[odd] = x
-        return wide[odd]
-    if how == "overlapping":
-        return x.flatten()[: sum(x.shape) - x.dim() + 1].as_strided(x.shape, (1,) * x.dim())
-    last = x.dim() - (1 if x.dim() > 2 else 0)  # lists must ascend
-    return x[tuple(slice(0, 1) for _ in range(last))].expand(x.shape)
-
-
-def with_argument(name: str, x: torch.Tensor) -> dict[str, Any]:
-    if name.startswith("cu_seqlens"):
-        return {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, name: x}
-    if name.startswith("block_"):
-        lists = {"block_counts": ints(1).expand(1, 1, 1), "block_indices": ints(0, 1, 2).view(1, 1, 1, 3)}
-        return {"block_mask": (*(lists | {name: x}).values(), (8, 4))}
-    return {name: x} | (PAGED if name == "page_table" else {"dropout_p": 0.3} if "seed" in name else {})
-
-
-@pytest.mark.parametrize("how", ["strided", "expanded", "overlapping"])
-@pytest.mark.parametrize("name", LAID)
-def test_a_tensor_lies_anywhere_or_is_refused(name: str, how: str):
-    x = laid(LAID[name], how)
-    if name in STRIDED or x.is_contiguous() or (name == "page_table" and x.stride(1) == 1):
-        contiguous = with_argument(name, x.clone(memory_format=torch.contiguous_format))
-        assert torch.equal(call(**with_argument(name, x)), call(**contiguous))
-    else:
-        with pytest.raises(ValueError, match=f"{name} must be contiguous.*: pass {name}.contiguous"):
-            call(**with_argument(name, x))
-
-
 def test_what_is_legal_together():
     """Combinations that look as if they could be refused."""
-    both = {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
-    call(**both, max_seqlen_q=6, max_seqlen_k=10, mask=MASK, bias=BIAS, causal=True, window=(2, 3))
-    call(**both, mask=MASK[:1, :1], seqused_q=ints(6, 3), seqused_k=ints(10, 0), leftpad_k=ints(1, 1))
-    call(q=PACKED["q"], cu_seqlens_q=CU_Q, cache_batch_idx=ints(1, 1))
-    call(q=PACKED["q"], cu_seqlens_q=CU_Q, **PAGED, page_table=TABLE, leftpad_k=ints(3, 0))
-    call(k=PACKED["k"], v=PACKED["v"], cu_seqlens_k=CU_K, softcap=1.0)
     call(k=K[:1], v=V[:1], cache_batch_idx=ints(0, 0))
     call(window=(0, 2**29), prefix_lengths=ints(100, 0))
     call(block_mask=(BLOCKS[0] * 0, BLOCKS[1] - 5, (4, 4)))
     call(**PAGED, page_table=ints(3, -7, 9, 9).view(2, 2), seqused_k=ints(5, 0))
     heads_first = {name: tensor.transpose(1, 2) for name, tensor in PAGED.items()}
+    long, cu = torch.empty((2**29 + 1, 1, 16), device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 9, "max_seqlen_k": 9}
+    assert attention(long, long, long, **packed).shape == long.shape
     out = call(q=Q.transpose(1, 2), **heads_first, page_table=TABLE, layout="bhsd")
     assert torch.equal(out.transpose(1, 2), call(**PAGED, page_table=TABLE))
-
-
-def test_a_length_beyond_the_kernels_is_refused_and_a_packed_one_needs_a_bound():
-    long = torch.empty_strided((1, 2**29 + 1, 1, 16), (0, 0, 0, 1), device="meta")
-    with pytest.raises(ValueError, match=r"k must have a seqlen of 2\*\*29 at most, got 536870913"):
-        attention(long[:, :1], long, long)
-    packed, cu = long[0], torch.empty(3, dtype=torch.int32, device="meta")
-    arguments = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_k": 9}
-    with pytest.raises(ValueError, match=r"q must have a seqlen of 2\*\*29 at most, got 536870913: pass"):
-        attention(packed, packed, packed, **arguments)
-    assert attention(packed, packed, packed, **arguments, max_seqlen_q=9).shape == packed.shape
 
 
 def test_the_dispatcher_is_skipped_only_where_no_tensor_listens(monkeypatch):

@@ -69,6 +69,7 @@ def laid(tensors: list[Tensor], layout: str) -> list[Tensor]:
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
 def test_documents_are_attended_alone_and_the_result_is_as_the_query(name: str, layout: str, cross: bool):
     tensors = operands(cross)
     given = laid(tensors, layout)
@@ -78,6 +79,15 @@ def test_documents_are_attended_alone_and_the_result_is_as_the_query(name: str, 
     want, want_lse = exact(tensors, **CALLS[name])
     torch.testing.assert_close(with_gradients(*laid([out], layout), tensors), want, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(lse.values(), want_lse.to(lse.dtype), rtol=1e-5, atol=1e-5)
+    (q, k, v), rows = tensors, randn(4, 6, 4, 16, dtype=torch.float64).requires_grad_()
+    for one_dense in ([rows, k, v], [q, rows[:, :, :2], rows[:, :, :2]]):
+        out = attention(*laid(one_dense, layout), layout=layout, causal=True)
+        want, _ = exact(one_dense, causal="bottom-right")
+        torch.testing.assert_close(with_gradients(*laid([out], layout), one_dense), want, rtol=1e-9, atol=1e-9)
+    single = [x.detach().float() for x in given]
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        out = attention(*single, layout=layout, **CALLS[name])
+    assert torch.equal(out.values(), attention(*(x.bfloat16() for x in single), layout=layout, **CALLS[name]).values())
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -96,26 +106,6 @@ def test_torchs_signature_and_torchs_own_function_inside_the_override(theirs: bo
     torch.testing.assert_close(with_gradients(out.transpose(1, 2), tensors), want, rtol=1e-9, atol=1e-9)
     assert (sdpa.counts["scaled_dot_product_attention"] > 0) is theirs and not sdpa.declined
     assert torch.nested._internal.ops.jagged_scaled_dot_product_attention is own
-
-
-def test_the_override_leaves_other_devices_and_what_is_declined_to_torch():
-    tensors = laid([x.detach() for x in operands(cross=False, heads_kv=4, dim_v=16)], "bhsd")
-    want = F.scaled_dot_product_attention(*tensors)
-    with sdpa("cuda"):
-        assert torch.equal(F.scaled_dot_product_attention(*tensors).values(), want.values())
-    assert not sdpa.counts and not sdpa.declined
-    with sdpa("cpu"), pytest.raises(ValueError, match="Masks are not yet supported"):
-        F.scaled_dot_product_attention(*tensors, attn_mask=torch.ones(9, 9))
-    assert ["attn_mask" in reason for reason in sdpa.declined] == [True]
-
-
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_one_side_may_be_dense(layout: str):
-    (q, k, v), rows = operands(), randn(4, 6, 4, 16, dtype=torch.float64).requires_grad_()
-    for tensors in ([rows, k, v], [q, rows[:, :, :2], rows[:, :, :2]]):
-        out = attention(*laid(tensors, layout), layout=layout, causal=True)
-        want, _ = exact(tensors, causal="bottom-right")
-        torch.testing.assert_close(with_gradients(*laid([out], layout), tensors), want, rtol=1e-9, atol=1e-9)
 
 
 def test_holes_are_neither_seen_nor_written_nor_in_a_gradient():
@@ -144,15 +134,6 @@ def test_values_of_any_strides_and_with_rows_of_nobody_around(lengths: list[int]
     packing = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), starts(*used))
     want, _ = oracle_features.attention(*3 * [values.transpose(1, 2)[inside]], causal="top-left", **packing)
     torch.testing.assert_close(with_gradients(out, [values]), with_gradients(want, [values]))
-
-
-@pytest.mark.filterwarnings("ignore:In CPU autocast")
-def test_autocast_and_inference_mode():
-    tensors = [x.detach().float() for x in operands()]
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        out = attention(*tensors)
-    want = attention(*(x.bfloat16() for x in tensors))
-    assert out.dtype == torch.bfloat16 and torch.equal(out.values(), want.values())
 
 
 @pytest.mark.parametrize("bound", [None, 9])

@@ -73,14 +73,14 @@ def close(found: Any, want: Tensor, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["cpu", on_gpu])
 @pytest.mark.parametrize("name", CASES)
-def test_results_and_gradients_are_the_packages(name: str, where: str):
+def test_results_and_gradients_are_the_packages_and_an_eager_call_is_compiled_once(name: str, where: str):
     given, said, exact, wide = problem(name, where)
     arrays = {key: x for key, x in said.items() if isinstance(x, jax.Array)}
     numbers = {key: x for key, x in said.items() if key not in arrays}
 
     @jax.jit
     def call(q: Any, k: Any, v: Any, arrays: Any) -> Any:
-        return fmha.attention(q * 2, k, v, return_lse=True, **arrays, **numbers)
+        return cutlass_fmha.attention(q * 2, k, v, return_lse=True, **arrays, **numbers)
 
     out, lse = cutlass_fmha.attention(2 * exact[0], *exact[1:], return_lse=True, **wide)
     found, found_lse = call(*given, arrays)
@@ -100,13 +100,7 @@ def test_results_and_gradients_are_the_packages(name: str, where: str):
 
     for x, want in zip(gradients(*given, *(arrays[key] for key in learned)), wanted, strict=True):
         close(x, want, where)
-
-
-@pytest.mark.parametrize("where", ["cpu", on_gpu])
-@pytest.mark.parametrize("name", CASES)
-def test_an_eager_call_is_compiled_once(name: str, where: str):
-    """By both names. Compiled anew: for other numbers and shapes alone, not for another seed."""
-    given, said, exact, wide = problem(name, where)
+    # An eager call, by both names, is compiled anew for other numbers and shapes alone, not for another seed.
     want = cutlass_fmha.attention(*exact, **wide)
     close(fmha.attention(*given, **said), want, where)
     programs = traced._compiled._cache_size()
@@ -117,17 +111,6 @@ def test_an_eager_call_is_compiled_once(name: str, where: str):
     assert traced._compiled._cache_size() == programs
     fmha.attention(*given, **said | {"scale": 0.25})
     assert traced._compiled._cache_size() == programs + 1
-
-
-def test_the_packages_attention_is_part_of_a_program_and_has_gradients():
-    q, k, v = (array(x) for x in qkv(dtype=torch.float32))
-
-    def leaves(function: Any) -> Any:
-        loss = jax.value_and_grad(lambda *x: (function(*x, causal=True) ** 2).sum(), (0, 1, 2))
-        return jax.tree.leaves(jax.jit(loss)(q, k, v))
-
-    for x, want in zip(leaves(cutlass_fmha.attention), leaves(fmha.attention), strict=True):
-        assert jnp.array_equal(x, want) and jnp.abs(x).max() > 0
 
 
 @pytest.mark.parametrize("what", ["a tensor", "a layout", "an array of another library", "no seed"])
@@ -147,8 +130,6 @@ def test_what_jax_does_not_take_is_shared_by_dlpack(what: str, monkeypatch: pyte
     assert isinstance(found, jax.Array)
     close(found, want, "cpu")
 
-
-# ---- transformations ---------------------------------------------------------------------------------------
 
 MAPPED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "all": ({}, (0, 0, 0)),
@@ -214,9 +195,6 @@ def test_devices_share_a_batch():
     assert found.stdout == "alike\n", found.stderr
 
 
-# ---- the launch --------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
     """JAX's CPU takes what it would say to a GPU, number 3, whose kernels compute in Python on stream 77."""
@@ -268,8 +246,6 @@ def test_a_launch_is_repeated_without_python(said: dict[str, Any]):
     assert not asked and jnp.array_equal(found, want)
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------
-
 SHORT: dict[str, Any] = {"seqlen_q": 3, "seqlen_k": 4, "dtype": torch.float32}
 
 
@@ -301,8 +277,18 @@ def test_what_is_wrong_is_said_when_it_is_traced(said: dict[str, Any], error: ty
         jax.jit(call)(2.0)
 
 
-def test_gradients_there_are_not():
+def test_gradients_have_the_tensors_dtype_or_there_are_none():
+    for dtype in ("float16", "bfloat16"):
+        given = [array(x).astype(dtype) for x in qkv(dtype=torch.float32)]
+        out, lse = jax.jit(lambda *x: fmha.attention(*x, return_lse=True))(*given)
+        assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
+        gradients = jax.grad(lambda *x: fmha.attention(*x).astype(jnp.float32).var(), (0, 1, 2))(*given)
+        assert [x.dtype for x in gradients] == [dtype] * 3 and all(jnp.abs(x).max() > 0 for x in gradients)
     q, k, v = map(array, qkv(**SHORT))
+    said = {"cu_seqlens_q": jnp.array([0, 3, 2]), "cu_seqlens_k": jnp.array([0, 2, 4])}
+    call = jax.jit(lambda *x: fmha.attention(*x, max_seqlen_q=3, max_seqlen_k=2, **said))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ValueError: .*cu_seqlens_q"):
+        call(q[0], k[0], v[0]).block_until_ready()
     pages = [x.reshape(1, 4 * 2, 2, 32).repeat(2, 1) for x in (k, v)]
     table = {"page_table": jnp.zeros((2, 1), jnp.int32), "seqused_k": jnp.full(2, 4, jnp.int32)}
     with pytest.raises(NotImplementedError, match="no backward yet with .*page"):
@@ -311,23 +297,6 @@ def test_gradients_there_are_not():
         jax.grad(lambda x: fmha.attention(q, k, v, alibi_slopes=x).sum())(jnp.ones(4))
     with pytest.raises(Exception, match="differentiat"):
         jax.grad(lambda x: jax.grad(lambda q: fmha.attention(q, k, v).sum())(x).sum())(q)
-
-
-def test_what_is_wrong_in_an_array_is_said_when_it_runs():
-    q, k, v = (array(x)[0] for x in qkv(batch=1, **SHORT))
-    said = {"cu_seqlens_q": jnp.array([0, 3, 2]), "cu_seqlens_k": jnp.array([0, 2, 4])}
-    call = jax.jit(lambda *x: fmha.attention(*x, max_seqlen_q=3, max_seqlen_k=2, **said))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="ValueError: .*cu_seqlens_q"):
-        call(q, k, v).block_until_ready()
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_results_have_the_tensors_dtype(dtype: str):
-    given = [array(x).astype(dtype) for x in qkv(dtype=torch.float32)]
-    out, lse = jax.jit(lambda *x: fmha.attention(*x, return_lse=True))(*given)
-    assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
-    gradients = jax.grad(lambda *x: fmha.attention(*x).astype(jnp.float32).var(), (0, 1, 2))(*given)
-    assert [x.dtype for x in gradients] == [dtype] * 3 and all(jnp.abs(x).max() > 0 for x in gradients)
 
 
 def test_the_package_is_imported_without_jax():

@@ -1,7 +1,4 @@
-"""Rotary embedding, appending to caches and attention over them: CPU tensors, the ops, past the dispatcher.
-
-test_autocast.py compiles steps, with and without autocast.
-"""
+"""Appending to caches and attention over them, on the CPU and past the dispatcher. test_autocast.py compiles steps."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from hypothesis import strategies as st
 from tensors import LooksLikeCuda, ints, randn
 from test_parity_helpers import KINDS, places_in, table
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -34,7 +30,10 @@ append_kv_ = torch.ops.cutlass_fmha.append_kv_
 Step = functools.partial[Any]
 
 
-def test_a_position_may_be_an_int():
+def test_a_position_may_be_an_int_and_a_cache_that_says_no_length_is_full():
+    cache, q = Cache("contiguous"), randn(3, 2, 6, 16)
+    whole = with_kv_cache(q, cache.k_cache, cache.v_cache, causal=True, softcap=3.0)
+    assert torch.equal(whole, cutlass_fmha.attention(q, cache.k_cache, cache.v_cache, causal=True, softcap=3.0))
     x, table_ = randn(2, 4, 2, 16), table(16, 16)
     for first in (0, 12):
         assert torch.equal(rotary(x, *table_, first), rotary(x, *table_, ints(first, first)))
@@ -68,10 +67,7 @@ SIDES = st.one_of(st.none(), st.integers(0, 9))
 def test_a_step_is_an_append_and_attention_over_the_cache(
     lengths, packed, seqlen_q, kind, dtype, around, rotated, alike, padded, appended, interleaved, bounded, options
 ):
-    """Of sequences that are packed, rows around which are nobody's, or of a batch. ``alike``: all as long.
-
-    test_parity_helpers.py has the append, and a step, beside fp64; test_cpu.py has attention.
-    """
+    """``packed``: with rows around, which are nobody's; ``alike``: all as long. test_parity_helpers.py has fp64."""
     counts, before = zip(*lengths, strict=True)
     batch = len(lengths)
     counts, before = counts if packed else (4,) * batch, before[:1] * batch if alike else before
@@ -107,12 +103,6 @@ def test_a_step_is_an_append_and_attention_over_the_cache(
         q = turned if rotation else q
     wanted = cutlass_fmha.attention(q, *caches, **said, **bounds, **options, seqused_k=used, return_lse=True)
     assert all(map(torch.equal, (*found, cache.k_cache, cache.v_cache), (*wanted, *caches)))
-
-
-def test_a_cache_that_says_no_length_is_full():
-    cache, q = Cache("contiguous"), randn(3, 2, 6, 16)
-    whole = with_kv_cache(q, cache.k_cache, cache.v_cache, causal=True, softcap=3.0)
-    assert torch.equal(whole, cutlass_fmha.attention(q, cache.k_cache, cache.v_cache, causal=True, softcap=3.0))
 
 
 def test_opcheck_passes():
@@ -213,52 +203,41 @@ def test_a_step_by_a_plan_launches_what_the_ops_do(name: str, launched: Launches
             monkeypatch.setattr(module, each, None)  # all of it is known
 
 
-def test_what_differs_is_another_plan(launched: Launches):
-    """And what differs from call to call is in none."""
+def test_what_differs_is_another_plan_and_numbers_are_checked_at_each_call(launched: Launches):
     step = on_gpu(TURNS["rotated"])
     q = step.args[0]
     for said, kept in (({}, 1), ({"scale": 2.0}, 1), ({"softcap": 1.0}, 2), ({"rotary_interleaved": True}, 3)):
         step(**said)
         assert len(plan._plans) == kept, said
     with_query(torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).as_subclass(LooksLikeCuda), step)()
-    assert len(plan._plans) == 4
-    with pytest.raises(TypeError, match="rotary_interleaved must be a bool, got int"):
-        step(rotary_interleaved=1)
-    with pytest.raises(TypeError, match="num_splits must be an int or None, got bool"):
-        step(num_splits=True)
-
-
-def test_numbers_of_a_step_are_checked_at_each_call(launched: Launches):
-    step = on_gpu(TURNS["rotated"])
     step(cache_seqlens=7, rotary_seqlens=3)
     step(cache_seqlens=8, rotary_seqlens=None)
-    step()
-    assert len(launched) == 6 and len(plan._plans) == 2  # of tensors, with and without positions
-    for used, position, sentence in ((23, 3, "leave room for 2 new rows among the 24"), (7, 39, "has position 40")):
-        with pytest.raises(ValueError, match=sentence):
-            step(cache_seqlens=used, rotary_seqlens=position)
-    assert len(launched) == 6
+    assert len(launched) == 14 and len(plan._plans) == 5  # of tensors, with and without positions
+    for wrong, error, sentence in (
+        ({"rotary_interleaved": 1}, TypeError, "rotary_interleaved must be a bool, got int"),
+        ({"num_splits": True}, TypeError, "num_splits must be an int or None, got bool"),
+        ({"cache_seqlens": 23, "rotary_seqlens": 3}, ValueError, "leave room for 2 new rows among the 24"),
+        ({"cache_seqlens": 7, "rotary_seqlens": 39}, ValueError, "has position 40"),
+    ):
+        with pytest.raises(error, match=sentence):
+            step(**wrong)
+    assert len(launched) == 14
 
 
 def test_a_step_that_something_listens_to_goes_through_the_dispatcher(launched: Launches):
-    def heard(self, func, types, args=(), kwargs=None):
-        seen.append(str(func))
-        return func(*args, **(kwargs or {}))
+    """test_ops.py has all that may listen."""
 
-    Mode = type("Mode", (TorchDispatchMode,), {"__torch_dispatch__": heard})
-    FunctionMode = type("FunctionMode", (torch.overrides.TorchFunctionMode,), {"__torch_function__": heard})
-    step = on_gpu(TURNS["rotated"])
-    for listener, overload in ((Mode, ".default"), (FunctionMode, "")):
-        seen: list[str] = []
-        with listener():
-            output = step()
-        assert launched == [] and torch.isfinite(output).all()
-        ours = [each for each in seen if "cutlass_fmha" in each]
-        assert ours == [f"cutlass_fmha.{op}{overload}" for op in ("append_kv_", "attend")]
-    for listener in (torch.profiler.profile, forward_ad.dual_level):
-        with listener():
-            step()
-        assert launched == []
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    step, seen = on_gpu(TURNS["rotated"]), []
+    with Mode():
+        output = step()
+    assert launched == [] and torch.isfinite(output).all()
+    ours = [each for each in seen if "cutlass_fmha" in each]
+    assert ours == [f"cutlass_fmha.{op}.default" for op in ("append_kv_", "attend")]
     with torch.autocast("cpu", torch.float16):
         step()  # attention's part was done before: of the append alone the op is asked
     assert len(launched) == 1 and "softcap" in launched.pop()[1]
@@ -288,11 +267,11 @@ def test_a_step_counts_its_writes_once(said: dict[str, Any], launched: Launches)
         functools.partial(with_kv_cache, *(x.clone() for x in step.args), **step.keywords)()
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_the_op_counts_its_writes_once(mode: Any, monkeypatch: pytest.MonkeyPatch):
+def test_the_op_counts_its_writes_once(monkeypatch: pytest.MonkeyPatch):
     """In whichever way torch goes through it: autograd, or what is left of that in inference."""
     monkeypatch.setattr(append_kv, "write", lambda a: a.results())
-    k_cache, v_cache, key = torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 2, 4), torch.ones(1, 2, 2, 4)
-    with mode():
-        append_kv_(k_cache, v_cache, key, key, ints(3))
-    assert (k_cache._version, v_cache._version, key._version) == (1, 1, 0)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        k_cache, v_cache, key = torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 2, 4), torch.ones(1, 2, 2, 4)
+        with mode():
+            append_kv_(k_cache, v_cache, key, key, ints(3))
+        assert (k_cache._version, v_cache._version, key._version) == (1, 1, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,15 @@ CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "causal": (Q, K, {"causal": True}),
     "one head of keys": (Q, (2, 13, 1, 32), {"window": (4, 0)}),
     "3 heads of keys for 2 devices": ((2, 9, 6, 32), (2, 13, 3, 32), {}),
-    "mask, a bias of heads, sinks": (
-        Q, K, {"mask": MASK, "bias": randn(4, 9, 13), "sinks": randn(4)},
+    "mask, a bias of heads, sinks": (Q, K, {"mask": MASK, "bias": randn(4, 9, 13), "sinks": randn(4)}),
+    "lengths, slopes": (
+        Q,
+        K,
+        {"seqused_k": ints(13, 5), "alibi_slopes": randn(2, 4).abs(), "bias": randn(2, 1, 9, 13)},
     ),
-    "lengths, slopes, a bias of all": (
-        Q, K, {"seqused_k": ints(13, 5), "alibi_slopes": randn(2, 4).abs(), "bias": randn(2, 1, 9, 13)},
-    ),
-    "block lists": (
-        Q, K, {"block_mask": (ints(1, 1).view(2, 1, 1), ints(0, 0).view(2, 1, 1, 1), (128, 128))},
-    ),
+    "block lists": (Q, K, {"block_mask": (ints(1, 1).view(2, 1, 1), ints(0, 0).view(2, 1, 1, 1), (128, 128))}),
     "packed": ((10, 4, 32), (12, 2, 32), {"cu_seqlens_q": ints(0, 4, 10), "cu_seqlens_k": ints(0, 5, 12)}),
-}  # fmt: skip
+}
 LEARNED = ("bias", "sinks")
 
 
@@ -63,31 +62,18 @@ def ring_attention(mesh: Any) -> None:
     assert sdpa.counts["_scaled_dot_product_flash_attention_backward"] == 2 and not sdpa.declined
 
 
-class Layer(nn.Module):
-    """Four heads of queries that share two of keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.q, self.k, self.v = (nn.Linear(64, width, bias=False) for width in (128, 64, 64))
-        self.out = nn.Linear(128, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = (part(x).unflatten(-1, (-1, 32)) for part in (self.q, self.k, self.v))
-        return self.out(attention(*heads, causal=True).flatten(2))
-
-
 def tensor_parallel(mesh: Any) -> None:
-    """A layer's heads, divided by torch's plan for its projections."""
+    """Four heads of queries that share two of keys, divided by torch's plan for their projections."""
     from torch.distributed.tensor import parallel
 
-    x = randn(2, 9, 64)
-    alone, shared = Layer(), Layer()
-    heads = parallel.ColwiseParallel(use_local_output=False)
-    plan = {"q": heads, "k": heads, "v": heads, "out": parallel.RowwiseParallel()}
-    parallel.parallelize_module(shared, mesh, plan)
+    torch.manual_seed(0)
+    sizes = {"q": (64, 128), "k": (64, 64), "v": (64, 64), "out": (128, 64)}
+    alone = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+    plan = dict.fromkeys("qkv", parallel.ColwiseParallel(use_local_output=False)) | {"out": parallel.RowwiseParallel()}
+    shared = parallel.parallelize_module(copy.deepcopy(alone), mesh, plan)
     for layer in (alone, shared):
-        layer(x).square().sum().backward()
+        heads = (layer[name](randn(2, 9, 64)).unflatten(-1, (-1, 32)) for name in "qkv")
+        layer["out"](attention(*heads, causal=True).flatten(2)).square().sum().backward()
     for one, part in zip(alone.parameters(), shared.parameters(), strict=True):
         torch.testing.assert_close(part.grad.full_tensor(), one.grad, rtol=1e-4, atol=1e-4)
 

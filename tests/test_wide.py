@@ -37,10 +37,9 @@ DEVICES = {89: "rtx4090", 90: "h200", 120: "rtx5090"}
 ROWS = [row for row in _C.rows() if row.family == "wide"]
 
 
-@pytest.fixture(scope="module")
-def rows() -> list[_C.Row]:
+@pytest.fixture(autouse=True)
+def _built() -> None:
     assert ROWS, "this build has no wide rows: build with CUDA and a whole CUTLASS, as make does"
-    return ROWS
 
 
 def row_of(dtype: str = "float32", arch: int = 89, head_dim: int | None = None) -> _C.Row:
@@ -49,19 +48,18 @@ def row_of(dtype: str = "float32", arch: int = 89, head_dim: int | None = None) 
     return max(found, key=lambda row: row.head_dim if head_dim is None else row.head_dim == head_dim)
 
 
-def test_every_architecture_has_rows_for_all_that_is_asked_of_them(rows: list[_C.Row]):
-    assert len({row.name for row in rows}) == len(rows)
+def scored_row(dtype: str = "bfloat16") -> _C.Row:
+    return next(x for x in _C.rows() if (x.family, x.dtype, x.head_dim) == ("wide_scored", dtype, 512))
+
+
+def test_every_architecture_has_rows_for_all_that_is_asked_of_them():
     for arch in _C.build_info()["architectures"]:
-        assert {row.dtype for row in rows if row.arch == arch and row.head_dim > 512} == set(DTYPES), f"sm_{arch}"
-    for row in rows:
+        assert {row.dtype for row in ROWS if row.arch == arch and row.head_dim > 512} == set(DTYPES), f"sm_{arch}"
+    for row in ROWS:
         assert row.name.startswith(f"wide_sm{row.arch}_")
-        assert _C.rows()[row.index].name == row.name
         assert not row.takes_features and repr(row) == f"<Row {row.name}>"
         with pytest.raises(AttributeError, match=f"{row.name} has no copy"):
             row.copy  # noqa: B018
-
-
-# ---- reasons -----------------------------------------------------------------------------------------------
 
 
 def problem(dtype: str = "float32", head_dim: int = 64, **more: Any) -> Problem:
@@ -72,75 +70,54 @@ def reasons(row: _C.Row, asked: Problem) -> list[str]:
     return eligibility.reasons(row, asked, devices.named(DEVICES[row.arch]), tables.this_build())
 
 
-def test_a_row_that_can_has_no_reason_against_it(rows: list[_C.Row]):
-    for asked in (
-        problem(),
-        problem(head_dim=700, head_dim_v=33),
-        problem("float16", 264),
-        problem("bfloat16", 128, head_dim_v=264),
-        problem(features=("mask", "bias", "varlen", "lengths", "cache_batch_idx")),
-        problem(causal="bottom-right", alignment=4),
-        problem(features=("window",), window=(-1, 5)),
-        problem(key_span=2**31 - 1),
-    ):
-        assert [reasons(row_of(asked.dtype, arch), asked) for arch in DEVICES] == [[]] * len(DEVICES)
-
-
 UNKNOWN = ("prefix", "block_mask", "softcap", "alibi", "sinks", "dropout", "pages", "splits")
+LEFT, ABOVE_256 = {"window": (9, 0)}, "for float32 and for head dims above 256, which no other row takes"
 
 
-def test_what_a_row_does_not_take_is_a_reason(rows: list[_C.Row]):
-    for asked, expected in (
-        (problem("float16", 256), "for float32 and for head dims above 256, which no other row takes"),
-        (problem("float16", 300), "computes float32, and the tensors are float16"),
-        (problem(head_dim=64, head_dim_v=72), "made for head dims up to 64, and the tensors have 72"),
-        (problem(key_span=2**31), "its offsets are 32-bit, and the keys of a sequence span 2147483648"),
-        (problem(features=("window",), window=(9, 0)), "has no window with a left limit"),
-        *((problem(features=(name,)), f"has no {FEATURES[name]}") for name in UNKNOWN),
+def test_what_a_row_does_not_take_is_a_reason():
+    of_64, of_512, of_any = (lambda _, arch: row_of("float32", arch, 64)), (lambda x, _: scored_row(x)), row_of
+    for row, asked, expected in (
+        (of_any, problem(), ""),
+        (of_any, problem(head_dim=700, head_dim_v=33), ""),
+        (of_any, problem("float16", 264), ""),
+        (of_any, problem("bfloat16", 128, head_dim_v=264), ""),
+        (of_any, problem(features=("mask", "bias", "varlen", "lengths", "cache_batch_idx")), ""),
+        (of_any, problem(causal="bottom-right", alignment=4), ""),
+        (of_any, problem(features=("window",), window=(-1, 5)), ""),
+        (of_any, problem(key_span=2**31 - 1), ""),
+        (of_64, problem("float16", 256), ABOVE_256),
+        (of_64, problem("float16", 300), "computes float32, and the tensors are float16"),
+        (of_64, problem(head_dim=64, head_dim_v=72), "made for head dims up to 64, and the tensors have 72"),
+        (of_64, problem(key_span=2**31), "its offsets are 32-bit, and the keys of a sequence span 2147483648"),
+        (of_64, problem(features=("window",), **LEFT), "has no window with a left limit"),
+        *((of_64, problem(features=(name,)), f"has no {FEATURES[name]}") for name in UNKNOWN),
+        (of_512, problem(features=tuple(FEATURES), num_splits=3, block_mask=(64, 128), **LEFT), ""),
+        (of_512, problem("bfloat16", 8, head_dim_v=512, features=("pages",), alignment=2, page_size=16), ""),
+        (of_512, problem("bfloat16", 256), ABOVE_256),
+        (of_512, problem("bfloat16", 513), "made for head dims up to 512, and the tensors have 513"),
+        (
+            of_512,
+            problem(features=("block_mask",), block_mask=(64, 32)),
+            "takes block masks of blocks that are multiples of 64 x 64, and these are 64 x 32",
+        ),
     ):
-        found = reasons(row_of(arch=rows[0].arch, head_dim=64), asked)
-        assert any(sentence.startswith(expected) for sentence in found), found
+        for found in (reasons(row(asked.dtype, arch), asked) for arch in DEVICES):
+            assert found == [] if not expected else any(each.startswith(expected) for each in found), found
 
 
-def test_smaller_tiles_are_for_problems_that_do_not_fill_the_gpu(rows: list[_C.Row]):
+def test_the_least_head_dim_is_the_fastest_and_smaller_tiles_where_problems_do_not_fill_the_gpu():
     device = devices.named("h200")
-    for head_dim in (64, 128):
-        own = [row for row in rows if not row.example and row.head_dim == head_dim]
-        for batch, smallest in ((1, True), (64, False)):
-            asked = Problem(batch, 512, 512, 8, 8, head_dim, "float32")
-            fastest = min(own, key=lambda row: wide.predicted_us(row, asked, device), default=None)
-            assert fastest is None or (fastest.tile_m == min(row.tile_m for row in own)) == smallest
-
-
-def test_the_smallest_row_that_takes_a_head_dim_is_the_fastest_of_long_problems(rows: list[_C.Row]):
-    for arch in {row.arch for row in rows}:
-        device = devices.named(DEVICES[arch])
-        for head_dim in (32, 64, 80, 128, 200, 512):
-            asked = Problem(4, 4096, 4096, 16, 16, head_dim, "float32")
-            able = [row for row in rows if not eligibility.reasons(row, asked, device, tables.this_build())]
-            costs = {row.name: wide.predicted_us(row, asked, device) for row in able}
-            fastest = next(row for row in able if costs[row.name] == min(costs.values()))
-            assert fastest.head_dim == min(row.head_dim for row in able)
-            assert all(0 < us < 1e7 for us in costs.values())
-
-
-# ---- for all that a call may say ---------------------------------------------------------------------------
-
-
-def scored_row(dtype: str = "bfloat16") -> _C.Row:
-    return next(x for x in _C.rows() if (x.family, x.dtype, x.head_dim) == ("wide_scored", dtype, 512))
-
-
-def test_what_scored_rows_take():
-    blocked = problem(features=("block_mask",), block_mask=(64, 32))
-    for asked, expected in (
-        (problem(features=tuple(FEATURES), window=(9, 0), num_splits=3, block_mask=(64, 128)), ""),
-        (problem("bfloat16", 8, head_dim_v=512, features=("pages", "softcap"), alignment=2, page_size=16), ""),
-        (problem("bfloat16", 256), "for float32 and for head dims above 256, which no other row takes"),
-        (problem("bfloat16", 513), "made for head dims up to 512, and the tensors have 513"),
-        (blocked, "takes block masks of blocks that are multiples of 64 x 64, and these are 64 x 32"),
-    ):
-        assert "; ".join(reasons(scored_row(asked.dtype), asked)) == expected
+    for head_dim, (batch, smallest) in itertools.product((64, 128), ((1, True), (64, False))):
+        own = [row for row in ROWS if not row.example and row.head_dim == head_dim]
+        asked = Problem(batch, 512, 512, 8, 8, head_dim, "float32")
+        fastest = min(own, key=lambda row, asked=asked: wide.predicted_us(row, asked, device), default=None)
+        assert fastest is None or (fastest.tile_m == min(row.tile_m for row in own)) == smallest
+    for arch, head_dim in itertools.product({row.arch for row in ROWS}, (32, 64, 80, 128, 200, 512)):
+        device, asked = devices.named(DEVICES[arch]), Problem(4, 4096, 4096, 16, 16, head_dim, "float32")
+        able = [row for row in ROWS if not eligibility.reasons(row, asked, device, tables.this_build())]
+        costs = {row: wide.predicted_us(row, asked, device) for row in able}
+        assert min(costs, key=costs.__getitem__).head_dim == min(row.head_dim for row in able)
+        assert all(0 < us < 1e7 for us in costs.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -157,11 +134,8 @@ def test_they_are_taken_for_what_the_others_lack_and_to_split_keys(dtype: str):
         assert (row.family, min(9, blocks.split_keys(row, asked, device))) == (family, splits)
 
 
-# ---- what a launch is told ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, rows: list[_C.Row]) -> FakeKernels:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
     """What a kernel would read is read in its place."""
     log.forget()
     found = FakeKernels(tables.this_build())
@@ -234,6 +208,8 @@ def test_what_is_not_aligned_is_copied_and_told(kernels: FakeKernels, caplog: py
     assert out.is_contiguous() and kernels.last.q == q.data_ptr() and kernels.last.partial_o != 0
     assert all(address % 16 == 0 for address in (kernels.last.k, kernels.last.v, kernels.last.o))
     oracle_features.compare(out, lse, q, k, k[..., :261], 0.5).check()
+    q = made(torch.float32, 3, 4, 300)  # whose vectors are four numbers
+    assert plan.prepare((q, q, q), "none", None, said={"softcap": 1.0}).launch is None
     (record,) = caplog.records
     assert record.getMessage() == (
         "k and v have an address, a stride or a head dim that is not a multiple of 16 bytes: "
@@ -259,12 +235,6 @@ def test_a_scored_row_reads_what_is_given_beside_copies(kernels: FakeKernels, dt
     assert wide_scored.prepare(row, fitting, PRESETS["l4"]).launch is None
 
 
-@pytest.mark.usefixtures("kernels")
-def test_four_numbers_of_float32_are_a_vector(caplog: pytest.LogCaptureFixture):
-    q = made(torch.float32, 3, 4, 300)
-    assert plan.prepare((q, q, q), "none", None, said={"softcap": 1.0}).launch is None and not caplog.records
-
-
 @pytest.mark.parametrize("dim", [264, 261])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_result_that_is_given_is_written_to_or_copied_to(kernels: FakeKernels, dim: int, queries: int):
@@ -282,15 +252,12 @@ def test_a_result_that_is_given_is_written_to_or_copied_to(kernels: FakeKernels,
         assert room[..., dim:].isnan().all()
 
 
-def test_a_bias_of_another_dtype_is_refused(kernels: FakeKernels):
-    q = made(torch.float16, 3, 2, 264)
-    with pytest.raises(UnsupportedError, match=r"this one is float32: pass bias.to\(torch.float16\)"):
-        launch(row_of("float16"), q, q, q, bias=torch.zeros(3, 3))
-
-
-def test_nothing_is_launched_for_nothing(kernels: FakeKernels):
+def test_nothing_is_launched_for_nothing_nor_for_a_bias_of_another_dtype(kernels: FakeKernels):
     for batch, seqlen, heads in ((0, 3, 2), (2, 0, 2), (2, 3, 0)):
         q = torch.randn(batch, seqlen, heads, 32)
         out, lse = launch(row_of(), q, q, q)
         assert lse is not None and out.shape == q.shape and lse.shape == (batch, heads, seqlen)
+    q = made(torch.float16, 3, 2, 264)
+    with pytest.raises(UnsupportedError, match=r"this one is float32: pass bias.to\(torch.float16\)"):
+        launch(row_of("float16"), q, q, q, bias=torch.zeros(3, 3))
     assert kernels.launches == []
