@@ -1,8 +1,5 @@
-"""A GPU made of a clock: ``_C.run`` takes the time that a function of row and problem says, nothing else.
-
-Streams, events and graphs behave as far as timing code needs them: work is queued in order, a captured call
-takes its time when it is replayed, and the host costs nothing.
-"""
+"""A GPU made of a clock: ``_C.run`` takes the time that a function of row and problem says, the host none. Streams,
+events and graphs behave as far as timing code needs them: a captured call takes its time when it is replayed."""
 
 from __future__ import annotations
 
@@ -22,16 +19,15 @@ from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Table
 
-Law = Callable[[object, Problem], float]
-"""Microseconds of a row on a problem."""
-
 
 class FakeGpu:
-    """Stands in for torch.cuda and ``_C.run``; ``launches``: (row name, problem, pointers) of each call."""
+    """Stands in for torch.cuda and ``_C.run``; ``launches``: (row name, problem, pointers) of each call.
 
-    def __init__(self, build: Table, device: Device, law: Law, l2_bytes: int = 1 << 20) -> None:
-        self.build, self.device, self.law, self.l2_bytes = build, device, law, l2_bytes
-        self.now_us = 0.0
+    law: microseconds of a row on a problem.
+    """
+
+    def __init__(self, build: Table, device: Device, law: Callable[[object, Problem], float]) -> None:
+        self.build, self.device, self.law, self.now_us = build, device, law, 0.0
         self.captured: list[float] | None = None
         self.launches: list[tuple[str, Problem, tuple[int, ...]]] = []
 
@@ -50,11 +46,10 @@ class FakeGpu:
         assert params.vectors(2) and params.window_left == -1
         assert stream == 7 and device == 0 and params.scale == pytest.approx(params.head_dim**-0.5)
         self.launches.append((row.name, problem, (params.q, params.k, params.v, params.o, params.lse)))
-        us = self.law(row, problem)
         if self.captured is None:
-            self.now_us += us
+            self.now_us += self.law(row, problem)
         else:
-            self.captured.append(us)
+            self.captured.append(self.law(row, problem))
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         gpu = self
@@ -82,7 +77,7 @@ class FakeGpu:
             def replay(self) -> None:
                 gpu.now_us += self.us
 
-        properties = SimpleNamespace(L2_cache_size=self.l2_bytes, total_memory=24 << 30)
+        properties = SimpleNamespace(L2_cache_size=1 << 20, total_memory=24 << 30)
         stream = SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
         monkeypatch.setattr(_C, "run", self.run)
         monkeypatch.setattr(_C, "rows", lambda: list(self.build.rows))

@@ -1,8 +1,5 @@
-"""A ``_C.run`` that computes in Python, from nothing but what ``src/features/params.h`` says.
-
-It reads plain memory as tensors and has the oracle compute on them, so that what Python packs is tested
-against what the tensors hold.
-"""
+"""A ``_C.run`` that computes in Python, from nothing but what ``src/features/params.h`` says: it reads plain memory as
+tensors and has the oracle compute on them, so that what Python packs is tested against what the tensors hold."""
 
 from __future__ import annotations
 
@@ -134,10 +131,8 @@ class FakeKernels:
         q = operand("q", starts_q, (p.batch, p.seqlen_q, p.num_heads, p.head_dim))
         k = operand("k", starts_k, (entries, rows, p.num_heads_kv, p.head_dim))
         v = operand("v", starts_k, (entries, rows, p.num_heads_kv, p.head_dim_v))
-        causal = "none" if p.bottom_right else "top-left"
-        out, lse = oracle_features.attention(
-            q, k, v, p.scale, causal, **said, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k
-        )
+        said |= {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
+        out, lse = oracle_features.attention(q, k, v, p.scale, "none" if p.bottom_right else "top-left", **said)
         to = operand("o", starts_q, (p.batch, p.seqlen_q, p.num_heads, p.head_dim_v))
         shape, strides = (p.batch, p.num_heads, p.seqlen_q), (p.lse_batch_stride, p.lse_head_stride, 1)
         if starts_q is not None:
@@ -150,9 +145,8 @@ class FakeKernels:
 
     def features(self, p: _C.AttentionParams, dtype: torch.dtype) -> dict[str, Any]:
         """What ``p`` says, as the oracle takes it."""
-        whole = (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
+        whole, pages = (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k), -(-p.seqlen_k // max(1, p.page_size))
         names = ("seqused_q", "seqused_k", "leftpad_k", "prefix_lengths")
-        pages = -(-p.seqlen_k // max(1, p.page_size))
         places = {
             **{name: (getattr(p, name), torch.int32, (p.batch,), (1,)) for name in names},
             "cache_batch_idx": (p.batch_index_k, torch.int32, (p.batch,), (1,)),

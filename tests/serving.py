@@ -6,6 +6,8 @@ import contextlib
 import copy
 import importlib.util
 import inspect
+import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ HEADS, HEADS_KV, DIM, PAGE = 4, 2, 32, 16
 MIXED = ((0, 37), (48, 21), (100, 1), (15, 1), (31, 3), (0, 1))
 DECODE = ((100, 1), (15, 1), (16, 1), (64, 1))
 
+#: Modules that stand in for those of vLLM 0.33, SGLang 0.5.23 and ComfyUI 0.38.1, with their names and parameters.
 ENGINES = Path(__file__).parent / "engines"
 
 #: Where a test runs: in float32, and in half precision by the kernels.
@@ -55,9 +58,10 @@ class Requests:
     def __init__(self, lengths: tuple[tuple[int, int], ...]) -> None:
         self.old, self.new = ([pair[i] for pair in lengths] for i in (0, 1))
         self.used = [sum(pair) for pair in lengths]
-        self.q = [_rounded(new, HEADS, DIM, seed=i) for i, new in enumerate(self.new)]
-        self.k = [_rounded(used, HEADS_KV, DIM, seed=10 + i) for i, used in enumerate(self.used)]
-        self.v = [_rounded(used, HEADS_KV, DIM, seed=20 + i) for i, used in enumerate(self.used)]
+        self.q, self.k, self.v = (
+            [randn(rows, heads, DIM, dtype=torch.float16, seed=10 * at + i).float() for i, rows in enumerate(each)]
+            for at, (each, heads) in enumerate(((self.new, HEADS), (self.used, HEADS_KV), (self.used, HEADS_KV)))
+        )
         pages = [-(-used // PAGE) for used in self.used]
         order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).int() + 1
         #: Rows beyond a request's own pages are of no page at all.
@@ -79,15 +83,16 @@ class Requests:
 
     def expected(self, causal: str = "bottom-right", keys: list[int] | None = None, **said: Any) -> Tensor:
         """[total tokens, num_heads, head_dim] in fp64. keys: so many of each request are seen, for all."""
-        of_each = [
-            oracle_features.attention(q[None], k[None, :used], v[None, :used], causal=causal, **said)[0][0]
-            for q, k, v, used in zip(self.q, self.k, self.v, keys or self.used, strict=True)
-        ]
-        return torch.cat(of_each)
+        of_each = zip(self.q, self.k, self.v, keys or self.used, strict=True)
+        given = ((q[None], k[None, :used], v[None, :used]) for q, k, v, used in of_each)
+        return torch.cat([oracle_features.attention(*each, causal=causal, **said)[0][0] for each in given])
 
 
-def _rounded(*shape: int, seed: int) -> Tensor:
-    return randn(*shape, dtype=torch.float16, seed=seed).float()
+def plugin(group: str) -> Callable[[], object]:
+    """What an engine calls of an installed cutlass_fmha."""
+    text = (ENGINES.parents[1] / "pyproject.toml").read_text()
+    (target,) = re.findall(rf'\[project.entry-points."{group}"\]\ncutlass_fmha = "(.*)"', text)
+    return pkgutil.resolve_name(target)
 
 
 def placed(x: Any, place: str, floats: torch.dtype | None = torch.float16) -> Any:
@@ -125,11 +130,7 @@ def recorded(call: Callable[[], Tensor], place: str) -> Callable[[], Tensor]:
     with torch.cuda.graph(graph):
         found = call()
 
-    def replay() -> Tensor:
-        graph.replay()
-        return found
-
-    return replay
+    return lambda: (graph.replay(), found)[1]
 
 
 def is_close(found: Tensor, expected: Tensor) -> bool:

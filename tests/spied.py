@@ -20,19 +20,18 @@ def attention(seen: set[str], drop: str = "", caller: Any = integration) -> Iter
     """The model's attention is ours; of each call one argument is dropped. Gives the number of calls."""
     calls = [0]
 
-    def spied(*operands: torch.Tensor, of: Any = cutlass_fmha.attention, **arguments: Any) -> Any:
+    def spied(of: Any, *operands: torch.Tensor, **arguments: Any) -> Any:
         calls[0] += 1
         if drop == "causal":
             arguments["causal"] = False
-        elif drop:
+        else:
             arguments.pop(drop, None)
         given = {name for name, x in arguments.items() if torch.is_tensor(x) or x not in (None, False, 0.0)}
         seen.update(given - {"scale", "layout"})
         return of(*operands, **arguments)
 
-    packed = functools.partial(spied, of=packed_attention)
     with (
-        mock.patch.object(caller, "attention", spied),
-        mock.patch.object(caller, "packed_attention", packed, create=True),
+        mock.patch.object(caller, "attention", functools.partial(spied, cutlass_fmha.attention)),
+        mock.patch.object(caller, "packed_attention", functools.partial(spied, packed_attention), create=True),
     ):
         yield calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import logging
 from collections.abc import Iterator
@@ -29,17 +30,11 @@ MASKS: dict[str, Tensor | None] = {
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> None:
+def there() -> Iterator[Any]:
     comfyui.calls.clear()
     log.forget()
-
-
-@pytest.fixture(scope="module")
-def there() -> Iterator[Any]:
     with serving.stand_ins("comfy"):
-        from comfy.ldm.modules import attention
-
-        yield attention
+        yield importlib.import_module("comfy.ldm.modules.attention")
 
 
 @pytest.mark.parametrize("place", serving.PLACES)
@@ -61,21 +56,15 @@ def test_shapes_masks_and_heads_are_as_there(there: Any, mask: str, split: bool,
     assert comfyui.calls.counts == {"attention": 2} and not comfyui.calls.declined
 
 
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        ({"is_causal": True}, "ComfyUI says is_causal, which is unknown here"),
-        ({"mask": torch.zeros(9, 13, dtype=torch.float64)}, "bias must"),
-    ],
-)
-def test_what_is_declined_is_comfyuis_with_a_line(said: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture):
-    given = (*(randn(2, seqlen, HEADS * DIM) for seqlen in (9, 13, 13)), HEADS)
-    theirs = mock.Mock()
-    with caplog.at_level(logging.WARNING, "cutlass_fmha"):
-        for _ in range(2):
+def test_what_is_declined_is_comfyuis_with_a_line(caplog: pytest.LogCaptureFixture):
+    given, theirs = (*(randn(2, seqlen, HEADS * DIM) for seqlen in (9, 13, 13)), HEADS), mock.Mock()
+    for said in ({"is_causal": True}, {"mask": torch.zeros(9, 13, dtype=torch.float64)}) * 2:
+        with caplog.at_level(logging.WARNING, "cutlass_fmha"):
             assert comfyui.or_else(theirs, *given, **said) is theirs.return_value
-    assert theirs.call_count == 2 and theirs.call_args.args == given and theirs.call_args.kwargs == said
-    assert len(caplog.messages) == 1 and reason in caplog.text and not comfyui.calls.counts
+        assert theirs.call_args.args == given and theirs.call_args.kwargs == said
+    unknown, refused = caplog.messages  # once each
+    assert "ComfyUI says is_causal, which is unknown here" in unknown and "bias must" in refused
+    assert not comfyui.calls.counts
 
 
 def test_the_node_changes_a_clone_and_refuses_to_undo_another_node():
@@ -106,9 +95,6 @@ def test_the_registry_gets_a_wrapped_function_that_falls_back_to_torchs(there: A
     assert comfyui.calls.counts == {"attention": 1} and sum(comfyui.calls.declined.values()) == 1
     changed = {"transformer_options": {comfyui.OVERRIDE: lambda own, *args, **said: own.__name__}}
     assert function(*given, HEADS, **changed) == "attention_cutlass_fmha", "it is wrapped"
-
-
-def test_parameters_are_theirs_in_its_order(there: Any):
     both = (inspect.signature(f).parameters.values() for f in (comfyui.attention, there.attention_pytorch))
     own, other = ([(x.name, x.default, x.kind) for x in each] for each in both)
     assert own == other

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +26,7 @@ SAID: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "scale": ({"scaling": 0.5}, {}, {"scale": 0.5}),
 }
 CONTEXT = 10 * PAGE + 4  # SGLang's table has some columns more than a context
-
+WINDOW = {"layer_id": 1, "sliding_window_size": 8}
 
 MODULES = {
     "base": "layers.attention.base_attn_backend", "registry": "layers.attention.attention_registry",
@@ -53,52 +50,46 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
 
 
-def config(cross: bool = False, head_dim: int = 64) -> dict[str, SimpleNamespace]:
-    return {"model_config": SimpleNamespace(is_encoder_decoder=cross, dtype=torch.bfloat16, head_dim=head_dim)}
-
-
-def runner(pool: Any = None, **changed: Any) -> SimpleNamespace:
+def runner(pool: Any = None, cross: bool = False, head_dim: int = 64, **changed: Any) -> SimpleNamespace:
     given = {
         "kv_cache_dtype": torch.bfloat16, "use_mla_backend": False, "page_size": PAGE, "gpu_id": 0,
-        "spec_algorithm": SimpleNamespace(is_speculative=lambda: False),
+        "spec_algorithm": SimpleNamespace(is_speculative=lambda: False), "token_to_kv_pool": pool,
         "kv_index_translator": SimpleNamespace(is_translating=False),
-        "token_to_kv_pool": pool,
         "req_to_token_pool": SimpleNamespace(size=8, req_to_token=torch.full((9, CONTEXT), 5, dtype=torch.int32)),
+        "model_config": SimpleNamespace(is_encoder_decoder=cross, dtype=torch.bfloat16, head_dim=head_dim),
     }  # fmt: skip
-    return SimpleNamespace(**{**config(), **given, **changed})
+    return SimpleNamespace(**{**given, **changed})
 
 
 class Serving:
     """A runner's pool with what is cached of some requests, the backend, and their batch."""
 
     def __init__(self, there: Any, lengths: Any, order: str = "rows", place: str = "cpu") -> None:
-        self.there, self.requests, self.place = there, Requests(lengths), place
-        r = self.requests
-        rows = r.pages * PAGE
-        pool = plain = there.memory.MHATokenToKVPool()
-        pool.k, pool.v = randn(rows, HEADS_KV, DIM, seed=1), randn(rows, HEADS_KV, DIM, seed=2)
+        self.there, self.place = there, place
+        self.requests = r = Requests(lengths)
+        shape, pool = (r.pages * PAGE, HEADS_KV, DIM), there.memory.MHATokenToKVPool()
+        pool.k, pool.v = randn(*shape, seed=1), randn(*shape, seed=2)
         self.slots = [r.slots(i, 0, used) for i, used in enumerate(r.used)]
         copies: list[tuple[Any, Any]] = [(pool, lambda slots: slots)]
         if order == "window pool":  # rows of layer 1 lie elsewhere, the oldest nowhere
-            pool = there.swa.SWAKVPool()
-            pool.full_kv_pool, pool.swa_kv_pool, pool.swa_layer_nums = (plain, there.memory.MHATokenToKVPool(), 1)
-            pool.swa_kv_pool.k, pool.swa_kv_pool.v = (randn(rows, HEADS_KV, DIM), randn(rows, HEADS_KV, DIM, seed=3))
+            plain, pool = pool, there.swa.SWAKVPool()
+            pool.full_kv_pool, pool.swa_kv_pool, pool.swa_layer_nums = plain, there.memory.MHATokenToKVPool(), 1
+            pool.swa_kv_pool.k, pool.swa_kv_pool.v = randn(*shape), randn(*shape, seed=3)
             pages = torch.cat((torch.zeros(1).long(), torch.randperm(r.pages - 1) + 1))
             pool.full_to_swa_index_mapping = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
             for own, old in zip(self.slots, r.old, strict=True):
                 pool.full_to_swa_index_mapping[own[: max(0, old - 8) // PAGE * PAGE]] = -1
             copies.append((pool.swa_kv_pool, pool.translate_loc_from_full_to_swa))
-        self.runner = runner(pool)
+        of_model = runner(pool)
         self.places = torch.randperm(8)[: len(lengths)] + 1
         for i, own in enumerate(self.slots):
-            self.runner.req_to_token_pool.req_to_token[self.places[i], : len(own)] = own.int()
+            of_model.req_to_token_pool.req_to_token[self.places[i], : len(own)] = own.int()
             for copy, where in copies:
                 at = where(own[: r.old[i]])
                 copy.k[at[at >= 0]], copy.v[at[at >= 0]] = (x[i][: len(at)][at >= 0] for x in (r.k, r.v))
-        self.runner = placed(self.runner, place)
-        pool = self.runner.token_to_kv_pool
+        self.backend = there.ours.Backend(placed(of_model, place))
+        pool = self.backend.pool
         self.plain = pool.full_kv_pool if order == "window pool" else pool
-        self.backend = there.ours.Backend(self.runner)
         if order == "heads first":  # as pages of [heads, page_size, head_dim]
             self.view = [x.view(-1, PAGE, HEADS_KV, DIM).transpose(1, 2) for x in (pool.k, pool.v)]
             pool.get_kv_buffer = lambda layer_id: tuple(self.view)
@@ -140,51 +131,28 @@ class Serving:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("lengths", "mode"), [(MIXED, "MIXED"), (MIXED, "EXTEND"), (DECODE, "DECODE")])
-@pytest.mark.parametrize("order", ["rows", "heads first"])
+@pytest.mark.parametrize("order", ["rows", "heads first", "window pool"])
 @pytest.mark.parametrize("what", SAID)
 def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, lengths: Any, mode: str, place: str):
     layer, kwargs, ours = SAID[what]
     there.ours.calls.clear()
     s = Serving(there, lengths, order, place)
-    batch, expected = s.prepared(mode), s.requests.expected(**ours)
-    assert serving.is_close(s.run(batch, s.layer(**layer), **kwargs), expected)
-    assert there.ours.calls.counts == {"decoder": 1}
-    if ours:
-        assert not serving.is_close(s.run(batch, s.layer()), expected), f"{what} changes nothing here"
+    batch, expected, pool = s.prepared(mode), s.requests.expected(**ours), s.plain
+    layers = [s.layer(**layer), s.layer()]
+    if order == "window pool" and what == "window":
+        layers[0].layer_id, pool = 1, s.backend.pool.swa_kv_pool
+    assert serving.is_close(s.run(batch, layers[0], **kwargs), expected) and there.ours.calls.counts == {"decoder": 1}
+    assert serving.is_close(s.run(batch, layers[1]), s.requests.expected())
+    assert not ours or not serving.is_close(s.requests.expected(), expected), f"{what} changes nothing here"
     for own, k, v in zip(s.slots, s.requests.k, s.requests.v, strict=True):
         assert all(torch.equal(x[own].float().cpu(), y) for x, y in ((s.plain.k, k), (s.plain.v, v)))
     batch._attn_output = torch.empty_like(s.inputs()[0])  # as in graphs of prompts
-    again = s.run(batch, s.layer(**layer), save_kv_cache=False, **kwargs)  # layers that share a cache
-    assert serving.is_close(again, expected) and again.data_ptr() == batch._attn_output.data_ptr()
-
-
-def test_layers_of_a_batch_do_not_hear_each_other(there: Any):
-    s = Serving(there, MIXED)
-    batch = s.prepared("MIXED")
-    for what in (*SAID, *reversed(SAID)):
-        layer, kwargs, ours = SAID[what]
-        assert serving.is_close(s.run(batch, s.layer(**layer), **kwargs), s.requests.expected(**ours)), what
-
-
-def test_a_pool_may_get_other_tensors(there: Any):
-    s = Serving(there, DECODE)
-    batch, layer, expected = s.prepared("DECODE"), s.layer(), s.requests.expected()
-    assert serving.is_close(s.run(batch, layer), expected)
-    for name in "kv":
-        old = getattr(s.plain, name)
-        setattr(s.plain, name, old.clone())
+    for name in "kv" if order != "heads first" else "":  # a pool may get other tensors
+        old = getattr(pool, name)
+        setattr(pool, name, old.clone())
         old.fill_(torch.nan)
-        assert serving.is_close(s.run(batch, layer), expected)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("lengths", "mode"), [(MIXED, "EXTEND"), (DECODE, "DECODE")])
-def test_layers_with_windows_have_a_pool_of_their_own(there: Any, lengths: Any, mode: str, place: str):
-    s = Serving(there, lengths, "window pool", place)
-    batch = s.prepared(mode)
-    found = s.run(batch, s.layer(layer_id=1, sliding_window_size=8))
-    assert serving.is_close(found, s.requests.expected(window=(8, None)))
-    assert serving.is_close(s.run(batch, s.layer()), s.requests.expected())
+        again = s.run(batch, layers[0], save_kv_cache=False, **kwargs)  # layers that share a cache
+        assert serving.is_close(again, expected) and again.data_ptr() == batch._attn_output.data_ptr()
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -192,7 +160,8 @@ def test_layers_with_windows_have_a_pool_of_their_own(there: Any, lengths: Any, 
 def test_a_replayed_graph_reads_the_lengths_and_pages_of_now(there: Any, order: str, place: str):
     """Captured for six sequences of nothing; what the graph recorded of the preparation runs again."""
     s, padded = Serving(there, DECODE, order, place), 2
-    layer = s.layer(**({"layer_id": 1, "sliding_window_size": 8} if order == "window pool" else {}))
+    windows = order == "window pool"
+    layer, said = s.layer(**WINDOW if windows else {}), {"window": (8, None)} if windows else {}
     s.backend.init_cuda_graph_state(8, 8)
     inputs, now, static = s.inputs(padded), s.batch("DECODE", padded), s.batch("DECODE", padded)
     static.seq_lens.fill_(s.backend.get_cuda_graph_seq_len_fill_value())
@@ -214,7 +183,6 @@ def test_a_replayed_graph_reads_the_lengths_and_pages_of_now(there: Any, order: 
     s.backend.init_forward_metadata_out_graph(static)
     found = again()
     assert s.backend.forward_metadata is captured and addresses() == lie
-    said = {"window": (8, None)} if order == "window pool" else {}
     assert serving.is_close(found, s.requests.expected(**said))
 
 
@@ -231,7 +199,7 @@ def test_nothing_asks_what_a_tensor_holds(there: Any):
     """Fake tensors hold nothing: one look at a length would raise, and in a graph of CUDA it would, too."""
     s = Serving(there, DECODE, "window pool")
     s.backend.init_cuda_graph_state(4, 4)
-    batch, inputs, layer = s.batch("DECODE"), s.inputs(), s.layer(layer_id=1, sliding_window_size=8)
+    batch, inputs, layer = s.batch("DECODE"), s.inputs(), s.layer(**WINDOW)
     s.backend.init_forward_metadata_out_graph(batch, in_capture=True)
     with FakeTensorMode() as mode:
         pool, metadata = s.backend.pool, s.backend.forward_metadata
@@ -252,8 +220,8 @@ def test_nothing_asks_what_a_tensor_holds(there: Any):
         ({"spec_algorithm": SimpleNamespace(is_speculative=lambda: True)}, "has no speculative decoding"),
         ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "has no unified pool"),
         ({"attn_dcp_size": 2}, "has no context parallelism"),
-        (config(cross=True), "has no cross attention"),
-        (config(head_dim=520), "use head dims of at most 512"),
+        ({"cross": True}, "has no cross attention"),
+        ({"head_dim": 520}, "use head dims of at most 512"),
     ],
 )
 def test_a_model_is_refused_with_the_reason(
@@ -276,16 +244,12 @@ def test_a_model_is_refused_with_the_reason(
         ({}, {"return_lse": True, "k_rope": None}, "return_lse"),
     ],
 )
-def test_a_layer_that_says_more_is_refused(there: Any, layer: Any, kwargs: Any, said: str):
+def test_what_a_layer_or_a_batch_says_more_is_refused(there: Any, layer: Any, kwargs: Any, said: str):
     s = Serving(there, DECODE)
     batch, saying = s.prepared("DECODE"), s.layer()
     vars(saying).update(layer)
     with pytest.raises(NotImplementedError, match=f"does not know what {said} says in SGLang"):
         s.run(batch, saying, **kwargs)
-
-
-def test_batches_of_other_kinds_are_refused(there: Any):
-    s = Serving(there, DECODE)
     for begin in (s.backend.init_forward_metadata, s.backend.init_forward_metadata_out_graph):
         with pytest.raises(NotImplementedError, match="of TARGET_VERIFY in SGLang"):
             begin(s.batch("TARGET_VERIFY"))
@@ -299,19 +263,10 @@ def test_deterministic_inference_is_batch_invariant(there: Any, monkeypatch: pyt
     assert asked[0]["batch_invariant"] is True
 
 
-def test_parameters_are_sglangs_in_its_order(there: Any):
+def test_the_plugin_adds_a_name_and_parameters_are_sglangs(there: Any):
     serving.check_parameters(there.ours.Backend, there.base.AttentionBackend)
-
-
-def test_the_plugin_adds_a_name(there: Any, monkeypatch: pytest.MonkeyPatch):
-    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    (target,) = re.findall(r'\[project.entry-points."sglang.srt.plugins"\]\ncutlass_fmha = "(.*)"', text)
-    assert target == f"{integration.register.__module__}:{integration.register.__name__}"
-    assert integration.register() == integration.register() == "cutlass_fmha"
+    assert integration.register() == serving.plugin("sglang.srt.plugins")() == "cutlass_fmha"
     for names in ("ATTENTION_BACKEND_CHOICES", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES"):
         assert getattr(there.choices, names).count("cutlass_fmha") == 1
     made = there.registry.ATTENTION_BACKENDS["cutlass_fmha"](runner())
     assert isinstance(made, there.base.AttentionBackend)
-    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups", None)
-    with pytest.raises(ImportError, match="needs SGLang 0.5.23 or newer"):
-        integration.register()

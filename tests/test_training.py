@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import two_processes
-from tensors import qkv
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import cutlass_fmha
 from cutlass_fmha import attention, flash_attn
 
 HEADS, HEADS_KV, HEAD_DIM = 4, 2, 8
@@ -88,8 +90,7 @@ SAVED = functools.partial(
 
 
 def as_it_is(layer: nn.Module, x: Tensor) -> Tensor:
-    out: Tensor = layer(x)
-    return out
+    return layer(x)
 
 
 def compiled(layer: nn.Module, x: Tensor, backend: str = "aot_eager") -> Tensor:
@@ -101,11 +102,11 @@ def compiled(layer: nn.Module, x: Tensor, backend: str = "aot_eager") -> Tensor:
 
 def offloaded(layer: nn.Module, x: Tensor) -> Tensor:
     with torch.autograd.graph.save_on_cpu():
-        return as_it_is(layer, x)
+        return layer(x)
 
 
 def inference_between(layer: nn.Module, x: Tensor) -> Tensor:
-    out = as_it_is(layer, x)
+    out = layer(x)
     with torch.inference_mode():
         seen = layer(x)
     assert seen.is_inference() and torch.equal(seen, out)
@@ -117,22 +118,22 @@ def autocast(run: Run, layer: nn.Module, x: Tensor) -> Tensor:
         return run(layer, x)
 
 
-SETTINGS: dict[str, tuple[Run, Callable[..., Any] | None, float]] = {
-    "plain": (as_it_is, None, 1e-5),
-    "inference between": (inference_between, None, 1e-5),
-    "reentrant checkpoint": (functools.partial(checkpoint, use_reentrant=True), None, 1e-5),
-    "checkpoint": (AGAIN, None, 1e-5),
-    "checkpoint inside": (as_it_is, AGAIN, 1e-5),
-    "selective checkpoint": (as_it_is, SAVED, 1e-5),
-    "offloaded": (offloaded, None, 1e-5),
-    "compiled": (compiled, None, 1e-5),
-    "compiled, checkpoint inside": (compiled, AGAIN, 1e-5),
-    "autocast": (functools.partial(autocast, as_it_is), None, 2e-2),
-    "autocast, checkpoint": (functools.partial(autocast, as_it_is), AGAIN, 2e-2),
-    "autocast, compiled": (functools.partial(autocast, compiled), None, 2e-2),
+SETTINGS: dict[str, tuple[Run, Callable[..., Any] | None]] = {
+    "plain": (as_it_is, None),
+    "inference between": (inference_between, None),
+    "reentrant checkpoint": (functools.partial(checkpoint, use_reentrant=True), None),
+    "checkpoint": (AGAIN, None),
+    "checkpoint inside": (as_it_is, AGAIN),
+    "selective checkpoint": (as_it_is, SAVED),
+    "offloaded": (offloaded, None),
+    "compiled": (compiled, None),
+    "compiled, checkpoint inside": (compiled, AGAIN),
+    "autocast": (functools.partial(autocast, as_it_is), None),
+    "autocast, checkpoint": (functools.partial(autocast, as_it_is), AGAIN),
+    "autocast, compiled": (functools.partial(autocast, compiled), None),
 }
 INDUCTOR = functools.partial(autocast, functools.partial(compiled, backend="inductor"))
-ON_A_GPU: dict[str, Any] = {**SETTINGS, "autocast, inductor, checkpoint inside": (INDUCTOR, AGAIN, 2e-2)}
+ON_A_GPU: dict[str, Any] = {**SETTINGS, "autocast, inductor, checkpoint inside": (INDUCTOR, AGAIN)}
 
 
 @pytest.mark.parametrize(
@@ -140,9 +141,10 @@ ON_A_GPU: dict[str, Any] = {**SETTINGS, "autocast, inductor, checkpoint inside":
     [(name, "cpu") for name in SETTINGS] + [pytest.param(name, *CUDA.values, marks=CUDA.marks) for name in ON_A_GPU],
 )
 def test_the_gradient_is_that_of_torchs_sdpa(name: str, device: str):
-    run, around, share = ON_A_GPU[name]
+    run, around = ON_A_GPU[name]
     layer, x = Layer(ours, around).to(device), tokens(device=device)
     loss_of(run(layer, x)).backward()
+    share = 2e-2 if "autocast" in name else 1e-5
     assert worst(gradients(layer), trained(tokens(device=device))) <= allowed(share, device)
 
 
@@ -164,43 +166,36 @@ def test_what_is_computed_again_drops_the_same(reentrant: bool, device: str):
 
 
 @on_both
-@pytest.mark.parametrize(("scale", "steps"), [(2.0**10, True), (2.0**40, False)])
-def test_a_scaler_finds_what_overflows(scale: float, steps: bool, device: str):
+@pytest.mark.parametrize(("scale", "finite"), [(2.0**10, True), (2.0**40, False)])
+def test_a_scaler_finds_what_overflows(scale: float, finite: bool, device: str):
     layer = Layer().to(device)
     before = {name: p.clone() for name, p in layer.named_parameters()}
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(device, init_scale=scale)
+    optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=0.1), torch.amp.GradScaler(device, init_scale=scale)
     with torch.autocast(device, torch.float16):
         loss = loss_of(layer(tokens(device=device)))
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    if steps:
-        assert worst(gradients(layer), trained(tokens(device=device))) <= 5e-3
     scaler.step(optimizer)
     scaler.update()
-    assert all(torch.equal(p, before[name]) != steps for name, p in layer.named_parameters())
-    assert scaler.get_scale() == (scale if steps else scale / 2)
+    assert scaler.get_scale() == (scale if finite else scale / 2)
+    assert all(torch.equal(p, before[name]) != finite for name, p in layer.named_parameters())
+    assert not finite or worst(gradients(layer), trained(tokens(device=device))) <= 5e-3
 
 
 class Backwards(TorchDispatchMode):
-    """What calls of the backward were asked for: keywords that are not the default."""
+    """What calls of the backward were asked for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[dict[str, Any]] = []
+        self.wanted: list[list[bool]] = []
+        self.deterministic: list[bool] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        said = kwargs or {}
         if func is OPS.attend_backward.default:
-            self.said.append(kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def wanted(self) -> list[list[bool]]:
-        return [list(said.get("wanted", (True, True, True, False, False))) for said in self.said]
-
-    @property
-    def deterministic(self) -> list[bool]:
-        return [said.get("deterministic", False) for said in self.said]
+            self.wanted.append([*said.get("wanted", (True, True, True, False, False))])
+            self.deterministic.append(said.get("deterministic", False))
+        return func(*args, **said)
 
 
 @on_both
@@ -212,63 +207,34 @@ def test_of_frozen_parameters_nothing_is_computed(frozen: str, device: str):
     with Backwards() as calls:
         loss_of(layer(x)).backward()
     assert calls.wanted == ([] if frozen == "qkv" else [[name not in frozen for name in "qkv"] + [False] * 2])
-    found = {name: grad for name, grad in gradients(layer).items() if grad is not None}
-    expected = {name: grad for name, grad in trained(x).items() if name[0] not in frozen}
+    found, expected = ({n: g for n, g in each.items() if n[0] not in frozen} for each in (gradients(layer), trained(x)))
     assert worst(found, expected) <= allowed(1e-5, device)
 
 
-def test_only_a_bias_is_trained():
-    q, k, v = (tokens().detach().unflatten(-1, (HEADS, HEAD_DIM)) for _ in range(3))
-    bias = torch.zeros(HEADS, 9, 9, requires_grad=True)
-    with Backwards() as calls:
-        attention(q, k, v, bias=bias).square().sum().backward()
-    assert calls.wanted == [[False, False, False, True, False]]
-
-
-@pytest.mark.parametrize(("mode", "expected"), [("default", False), ("warn", False), ("error", True)])
-def test_torchs_deterministic_mode_is_obeyed(mode: str, expected: bool):
-    torch.set_deterministic_debug_mode(mode)
+def test_torchs_deterministic_mode_is_obeyed():
     try:
         with Backwards() as calls:
-            loss_of(Layer()(tokens())).backward()
+            for mode in ("default", "warn", "error"):
+                torch.set_deterministic_debug_mode(mode)
+                loss_of(Layer()(tokens())).backward()
     finally:
         torch.set_deterministic_debug_mode("default")
-    assert calls.deterministic == [expected]
+    assert calls.deterministic == [False, False, True]
 
 
-@pytest.mark.parametrize("packed", ["", "kvpacked_", "qkvpacked_"])
-@pytest.mark.parametrize("varlen", ["", "varlen_"])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_flash_attns_functions_pass_deterministic_on(packed: str, varlen: str, deterministic: bool):
-    parts = torch.randn(2, 5, 3, HEADS, HEAD_DIM).requires_grad_()
-    parts, starts = (parts.flatten(0, 1), torch.arange(0, 15, 5).int()) if varlen else (parts, None)
+def test_flash_attns_functions_pass_deterministic_on():
+    parts, starts = torch.randn(10, 3, HEADS, HEAD_DIM).requires_grad_(), torch.arange(0, 15, 5).int()
     q, kv = parts.select(-3, 0), parts.narrow(-3, 1, 2)
-    given = {"": [q, *kv.unbind(-3)], "kvpacked_": [q, kv], "qkvpacked_": [parts]}[packed]
-    if varlen:
-        given += [starts, 5] if packed == "qkvpacked_" else [starts, starts, 5, 5]
-    with Backwards() as calls:
-        out = getattr(flash_attn, f"flash_attn_{varlen}{packed}func")(*given, causal=True, deterministic=deterministic)
-        out.sum().backward()
-    assert calls.deterministic == [deterministic]
+    for packed, given in {"": [q, *kv.unbind(-3)], "kvpacked_": [q, kv], "qkvpacked_": [parts]}.items():
+        lengths = [starts, 5] if packed == "qkvpacked_" else [starts, starts, 5, 5]
+        for name, operands in ((packed, [x[None] for x in given]), (f"varlen_{packed}", [*given, *lengths])):
+            for deterministic in (False, True):
+                call = functools.partial(getattr(flash_attn, f"flash_attn_{name}func"), deterministic=deterministic)
+                with Backwards() as calls:
+                    call(*operands, causal=True).sum().backward()
+                assert calls.deterministic == [deterministic], name
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("said", [{}, {"softcap": 2.0, "causal": True}, {"dropout_p": 0.5, "dropout_seed": 3}])
-def test_vmap_is_a_loop_forwards_and_backwards(said: dict[str, Any]):
-    """Several gradients of one output at once are a vmap of the backward."""
-    call = functools.partial(attention, **said)
-    qkvs = qkv(2, 7, 7, HEADS, HEADS_KV, HEAD_DIM, dtype=torch.float32)
-    stacks = [torch.stack([x, 0.5 - x]).requires_grad_() for x in qkvs]
-    mapped, looped = torch.vmap(call)(*stacks), torch.stack([call(*x) for x in zip(*stacks, strict=True)])
-    torch.testing.assert_close(mapped, looped)
-    douts = torch.stack([torch.ones_like(looped), looped.detach()])
-    expected = [torch.autograd.grad(looped, stacks, dout, retain_graph=True) for dout in douts]
-    for out in (mapped, looped):
-        found = torch.autograd.grad(out, stacks, douts, is_grads_batched=True)
-        torch.testing.assert_close(found, tuple(map(torch.stack, zip(*expected, strict=True))))
-
-
-GRAPHED_STEPS = 4
 #: In a graph torch can't keep the state that its random numbers had.
 WITHOUT_DROPOUT = functools.partial(AGAIN, preserve_rng_state=False)
 
@@ -284,9 +250,7 @@ class Step:
 
     def attend(self, said: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         packing = {f"cu_seqlens_{x}": self.starts for x in "qk"} | {f"max_seqlen_{x}": 16 for x in "qk"}
-        out = attention(*(x[0] for x in (q, k, v)), causal=True, deterministic=True, **packing, **said)
-        assert isinstance(out, Tensor)
-        return out[None]
+        return attention(q[0], k[0], v[0], causal=True, deterministic=True, **packing, **said)[None]
 
     def __call__(self) -> Tensor:
         self.optimizer.zero_grad()
@@ -326,10 +290,10 @@ def test_a_graph_of_a_whole_step_trains_as_steps_do(around: Callable[..., Any] |
     replay = graphed(captured)
     for _ in range(3):
         stepped()
-    for number in range(GRAPHED_STEPS):  # other tokens, and other lengths of the documents that are packed
+    for number, now in enumerate(starts):  # other tokens, and other lengths of the documents that are packed
         for each in (captured, stepped):
             each.x.copy_(tokens(16, 1).detach().roll(number, 1))
-            each.starts.copy_(torch.tensor(starts[number], dtype=torch.int32))
+            each.starts.copy_(torch.tensor(now, dtype=torch.int32))
         torch.testing.assert_close(replay(), stepped(), rtol=1e-3, atol=1e-5)
     weights = [dict(each.layer.named_parameters()) for each in (captured, stepped)]
     assert worst(*weights) <= 1e-3
@@ -342,8 +306,7 @@ def test_a_graph_of_a_step_drops_anew_at_each_replay():
     step = Step(None, [[0, 16]], dropout_p=0.5)
     step.optimizer = torch.optim.SGD(step.layer.parameters(), lr=0.0)
     replay = graphed(step)
-    losses = [float(replay()) for _ in range(GRAPHED_STEPS)]
-    assert len(set(losses)) == GRAPHED_STEPS
+    assert len({float(replay()) for _ in range(4)}) == 4
 
 
 def fsdp(dtype: torch.dtype | None, layer: nn.Module) -> nn.Module:
@@ -354,12 +317,9 @@ def fsdp(dtype: torch.dtype | None, layer: nn.Module) -> nn.Module:
     return fsdp.fully_shard(layer, mesh=torch.distributed.init_device_mesh(kind, (2,)), mp_policy=policy)
 
 
-WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], float]] = {
-    "DDP": (nn.parallel.DistributedDataParallel, 1e-5)
-}
+WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {"DDP": nn.parallel.DistributedDataParallel}
 if hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6's FSDP2 knows no CPU
-    WRAPPED["FSDP2"] = functools.partial(fsdp, None), 1e-5
-    WRAPPED["FSDP2, bfloat16"] = functools.partial(fsdp, torch.bfloat16), 2e-2
+    WRAPPED |= {"FSDP2": functools.partial(fsdp, None), "FSDP2, bfloat16": functools.partial(fsdp, torch.bfloat16)}
 
 
 def in_one_step(wrapped: nn.Module, part: Tensor) -> None:
@@ -393,13 +353,13 @@ def one_of_two(rank: int, meeting: str, device: str = "cpu") -> None:
     two_processes.meet(rank, meeting, "nccl" if device.startswith("cuda") else "gloo")
     x = tokens(device=device).detach()
     expected, errors = trained(x), {}
-    for name, (wrap, share) in WRAPPED.items():
+    for name, wrap in WRAPPED.items():
         for style, (around, step) in STYLES.items():
             layer = Layer(ours, around).to(device)
             wrapped = wrap(layer)  # its reducer lives as long as it does
             step(wrapped, x[rank::2])
             whole = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in gradients(layer).items()}
-            errors[f"{name}, {style}"] = worst(whole, expected), allowed(share, device)
+            errors[f"{name}, {style}"] = worst(whole, expected), allowed(2e-2 if "bfloat16" in name else 1e-5, device)
     two_processes.part()
     assert not (large := {name: error for name, error in errors.items() if not error[0] <= error[1]}), large
     Path(meeting).with_name(f"{rank}.json").write_text(json.dumps(errors))
@@ -413,7 +373,9 @@ def one_of_two_gpus(rank: int, meeting: str) -> None:
 ONE_OF_TWO = {"cpu": one_of_two, "cuda": one_of_two_gpus}
 
 
-def test_two_processes_average_their_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_two_processes_average_their_gradients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     import train_on_two_gpus
 
     files = [tmp_path / f"record.{kind}" for kind in ("json", "md")]
@@ -423,10 +385,53 @@ def test_two_processes_average_their_gradients(tmp_path: Path, capsys: pytest.Ca
     assert all(0 < found["error"] <= found["allowed"] for found in record["settings"].values())
     assert record["backend"] == "gloo" and "machine" in record and told.strip() == files[1].read_text().strip()
     assert "| DDP, accumulated | " in told
-
-
-def test_one_gpu_is_not_two(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    import train_on_two_gpus
-
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert train_on_two_gpus.main([]) == 1 and "two GPUs are needed" in capsys.readouterr().err
+
+
+# ---- examples/train_gpt.py in seconds: its comparison holds, and notices what is wrong --------------------------
+
+
+@pytest.fixture
+def train_gpt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[ModuleType, Callable[[], Any]]:
+    """The example with a model of one layer, and a run: its status and what it wrote."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1] / "examples")
+    module = importlib.import_module("train_gpt")
+    monkeypatch.setitem(module.SIZES, "tiny", module.Size(1, 2, 16, 64, 4, 40, 2e-2))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run() -> tuple[int, dict[str, Any]]:
+        status = module.main(["--seeds", "0", "1", "--output", str(tmp_path / "result")])
+        return status, json.loads((tmp_path / "result.json").read_text())
+
+    return module, run
+
+
+def test_all_ways_learn_the_same(train_gpt: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    module, run = train_gpt
+    status, found = run()
+    assert [(each["seed"], each["way"]) for each in found["runs"]] == [(s, w) for s in (0, 1) for w in module.WAYS]
+    for each in found["runs"]:
+        assert len(each["losses"]) == 40 and each["tokens_per_s"] > 0
+        assert each["final"] < each["losses"][0] - 1.5  # a byte at random is 5.5 nats
+    assert status == 0 and found["between_ways"] < 1e-4 < found["between_seeds"]
+    assert (tmp_path / "result.png").stat().st_size > 10_000
+    table = capsys.readouterr().out.partition("\n\n")[2]
+    parts = [tmp_path / "cut.json", tmp_path / "again.json"]  # one that was cut, and what was run again
+    for path, runs in zip(parts, (found["runs"][:5], found["runs"][3:]), strict=True):
+        path.write_text(json.dumps({**found, "runs": runs}))
+    assert module.main(["--from-json", *map(str, parts), "--output", str(tmp_path / "joined")]) == 0
+    assert capsys.readouterr().out.strip() == table.strip()
+    assert (tmp_path / "joined.png").exists() and json.loads((tmp_path / "joined.json").read_text()) == found
+    parts[1].write_text(json.dumps({**found, "steps": 41}))
+    with pytest.raises(SystemExit, match="differ in more than their runs"):
+        module.main(["--from-json", *map(str, parts)])
+
+
+def test_a_wrong_kernel_is_noticed(train_gpt: Any, monkeypatch: pytest.MonkeyPatch):
+    def wrong(q: Any, k: Any, v: Any, **said: Any) -> Any:
+        return attention(q, k, v, **said) + 9 * ("cu_seqlens_q" in said) * torch.randn_like(q)
+
+    monkeypatch.setattr(cutlass_fmha, "attention", wrong)
+    status, found = train_gpt[1]()
+    assert status == 1 and found["between_ways"] > found["between_seeds"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import sys
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,7 +18,7 @@ from spied import attention
 import cutlass_fmha
 from cutlass_fmha.demo.measure import CountCalls
 from cutlass_fmha.flash_attn import flash_attn_interface
-from cutlass_fmha.integrations import hub
+from cutlass_fmha.integrations import hub, transformers_apply
 from cutlass_fmha.integrations import transformers as integration
 
 transformers = pytest.importorskip("transformers", reason="requirements/demo.txt is not installed")
@@ -112,30 +112,27 @@ def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(2, 63, shape, generator=torch.Generator().manual_seed(seed))
 
 
-#: Of a batch of two, row, begin and end of what is padding.
+#: Of a batch of two, which tokens are there.
 PADDING = {
-    "none": (), "left": ((1, 0, 3),), "right": ((1, 6, 9),), "holes": ((1, 2, 4),),
-    "both": ((0, 7, 9), (1, 0, 2), (1, 6, 9)),
+    "prefill": ("111111111", "111111111"), "left padding": ("111111111", "000111111"),
+    "right padding": ("111111111", "111111000"), "padding on both sides": ("111111100", "001111000"),
+    "padding in between": ("111111111", "110011111"),
 }  # fmt: skip
 
 
 def padding(side: str) -> torch.Tensor:
-    mask = torch.ones(2, 9, dtype=torch.long)
-    for row, begin, end in PADDING[side]:
-        mask[row, begin:end] = 0
-    return mask
+    return torch.tensor([[int(each) for each in row] for row in PADDING[side]])
 
 
 def inputs(name: Any, side: str, place: Place = HOST) -> tuple[dict[str, Any], torch.Tensor]:
     """What the model is called with, and which rows of its result count."""
-    ids, mask = tokens(2, 9), padding(side)
+    ids, mask, drawn = tokens(2, 9), padding(side), torch.Generator().manual_seed(3)
     said, rows = {"input_ids": ids, "attention_mask": mask}, mask
-    drawn = torch.Generator().manual_seed(3)
     if name == "ViT":
         said, rows = {"pixel_values": torch.randn(2, 3, 12, 12, generator=drawn)}, mask[:, :1]
     elif name == "Whisper":
-        said = {"input_features": torch.randn(2, 8, 16, generator=drawn)}
-        said |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+        said = {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+        said["input_features"] = torch.randn(2, 8, 16, generator=drawn)
     elif name == "T5":
         said, rows = said | {"decoder_input_ids": tokens(2, 7, seed=2)}, torch.ones(2, 7)
     return {key: x.to(place[0], place[1] if x.is_floating_point() else None) for key, x in said.items()}, rows
@@ -144,18 +141,18 @@ def inputs(name: Any, side: str, place: Place = HOST) -> tuple[dict[str, Any], t
 def forward(name: str, place: Place = HOST, *, side: str) -> torch.Tensor:
     said, rows = inputs(name, side, place)
     with torch.no_grad():
-        result = model(name, 0.0, place)(**said)[0]
+        result = model(name, place=place)(**said)[0]
     return result[:, : rows.shape[1]][rows.bool()].to(*HOST)
 
 
 def generate(name: Any, place: Place = HOST, *, cache: str) -> torch.Tensor:
     """Logits of each step after a prompt that is padded on the left (of T5's encoder; Whisper's is not)."""
-    said, _ = inputs(name, "left", place)
+    said, _ = inputs(name, "left padding", place)
     if name in TWO_SIDED:
         said = {key: value for key, value in said.items() if not key.startswith("decoder")}
     with torch.no_grad():
         found = transformers.GenerationMixin.generate(
-            model(name, 0.0, place), **said, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False,
+            model(name, place=place), **said, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False,
             return_dict_in_generate=True, output_logits=True, disable_compile=True,
             cache_implementation=None if cache == "dynamic" else cache,
         )  # fmt: skip
@@ -165,7 +162,7 @@ def generate(name: Any, place: Place = HOST, *, cache: str) -> torch.Tensor:
 def train(name: Any, place: Place = HOST, *, side: str, **more: Any) -> torch.Tensor:
     """All gradients of a training step. With dropout, the attention's own alone."""
     network = model(name, 0.3 if side == "dropout" else 0.0, place).train()
-    said, rows = inputs(name, "left" if side == "left" else "none", place)
+    said, rows = inputs(name, side if side in PADDING else "prefill", place)
     network.zero_grad()
     result = network(**said, **more)[0]
     result = result[:, : rows.shape[1]][rows.bool()].to(*HOST)
@@ -180,14 +177,10 @@ def train(name: Any, place: Place = HOST, *, side: str, **more: Any) -> torch.Te
 
 
 MODES: dict[str, Any] = {
-    "prefill": functools.partial(forward, side="none"),
-    "left padding": functools.partial(forward, side="left"),
-    "right padding": functools.partial(forward, side="right"),
-    "padding on both sides": functools.partial(forward, side="both"),
-    "padding in between": functools.partial(forward, side="holes"),
+    **{side: functools.partial(forward, side=side) for side in PADDING},
     "generate": functools.partial(generate, cache="dynamic"),
     "generate, static cache": functools.partial(generate, cache="static"),
-    "training": functools.partial(train, side="left"),
+    "training": functools.partial(train, side="left padding"),
     "training, dropout": functools.partial(train, side="dropout"),
 }
 
@@ -243,7 +236,7 @@ CASES = [
 def ours(name: str, mode: str, implementation: str, place: Place = HOST) -> tuple[torch.Tensor, set[str]]:
     """The result, and what was said to attention(), whose op each layer called."""
     use(implementation, name, place)
-    if name == "T5" and model(name, 0.0, place).encoder.config._attn_implementation != implementation:
+    if name == "T5" and model(name, place=place).encoder.config._attn_implementation != implementation:
         pytest.skip("set_attn_implementation of this transformers (5.17) does not reach T5's halves")
     said: set[str] = set()
     with same_dropout(), attention(said) as calls, CountCalls() as counter:
@@ -307,13 +300,13 @@ PACKED = torch.tensor([[*range(6), *range(5)]])
 @pytest.mark.parametrize("said", ["nothing", "cache", "static", "starts"])
 @pytest.mark.parametrize("implementation", [MASKS, FLASH])
 def test_packed_sequences_do_not_see_each_other(name: str, implementation: str, said: str, layers: Any) -> None:
-    network, ids = model(name, 0.0), tokens(1, 11)
+    network, ids = model(name), tokens(1, 11)
     options: dict[str, Any] = {"position_ids": PACKED.clone(), "use_cache": said != "nothing"}
     if said == "static":
         options["past_key_values"] = transformers.StaticCache(network.config, max_cache_len=16)
     if said == "starts":  # as DataCollatorWithFlattening gives them; masks know nothing of them
-        starts = torch.tensor([0, 6, 11])
-        options |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 6, "max_length_k": 6}
+        starts, longest = torch.tensor([0, 6, 11]), torch.tensor(6)
+        options |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
     network.set_attn_implementation("eager")
     with torch.no_grad(), layers(network):
         wanted = torch.cat([network(part).logits for part in ids.split([6, 5], dim=1)], dim=1)
@@ -331,7 +324,7 @@ def test_packed_sequences_do_not_see_each_other(name: str, implementation: str, 
 
 
 def test_positions_are_looked_at_once_in_a_forward() -> None:
-    network, ids = model("Llama", 0.0), tokens(1, 11)
+    network, ids = model("Llama"), tokens(1, 11)
     network.set_attn_implementation(FLASH)
     for inference in (False, True):
         with torch.inference_mode(inference), torch.no_grad():
@@ -346,79 +339,27 @@ def test_positions_are_looked_at_once_in_a_forward() -> None:
     assert not integration._restarts(positions, 11, other)
 
 
-@pytest.mark.parametrize(("rows", "before"), [(1, 5), (2, 0)])
-def test_positions_of_a_chunk_or_of_many_rows_pack_nothing(rows: int, before: int) -> None:
-    network, found = model("Llama", 0.0), []
-    for implementation in ("eager", FLASH):
-        network.set_attn_implementation(implementation)
+@pytest.mark.parametrize("implementation", [MASKS, FLASH])
+@pytest.mark.parametrize(("rows", "before", "static"), [(1, 5, False), (2, 0, False), (2, 5, False), (2, 5, True)])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_a_chunk_sees_the_one_before(name: str, rows: int, before: int, static: bool, implementation: str) -> None:
+    """Positions that begin anew in it, or in many rows, pack nothing."""
+    network, found = model(name), []
+    for each in ("eager", implementation):
+        network.set_attn_implementation(each)
+        kept = transformers.StaticCache(network.config, max_cache_len=16) if static else None
         with torch.no_grad():
-            kept = network(tokens(rows, before)).past_key_values if before else None
+            if before:
+                kept = network(tokens(rows, before), past_key_values=kept, use_cache=True).past_key_values
             found.append(network(tokens(rows, 11), position_ids=PACKED, past_key_values=kept).logits)
     assert error(*found) <= TOLERANCE
-
-
-@pytest.mark.parametrize("mode", ["left padding", "padding in between", "generate, static cache"])
-@pytest.mark.parametrize("name", ["Mistral", "Gemma2", "ModernBert"])
-def test_layers_may_get_copies_of_masks(name: str, mode: str) -> None:
-    for implementation in (MASKS, FLASH) if name not in ENCODERS or "generate" not in mode else ():
-        wanted = eager(name, mode)
-        use(implementation, name)
-        with copies(model(name, 0.0)):
-            assert error(MODES[mode](name), wanted) <= TOLERANCE
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Bert"])
-def test_checkpoints_hand_on_what_masks_mean(name: str, reentrant: bool, request: pytest.FixtureRequest) -> None:
-    wanted, network = eager(name, "training"), model(name, 0.0)
-    request.addfinalizer(network.gradient_checkpointing_disable)
-    for implementation in (MASKS, FLASH):
-        network.set_attn_implementation(implementation)
-        network.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        with CountCalls() as counter:
-            found = train(name, side="left")
-        assert counter.calls == 2 * 2 and error(found, wanted) <= TOLERANCE
-
-
-@pytest.mark.parametrize(("implementation", "passes"), [(MASKS, 2 + 7), (FLASH, 1 + 1)])
-def test_images_of_many_sizes_are_one_call_of_a_layer(implementation: str, passes: int) -> None:
-    """A vision tower: a layer attends within windows, one within images; without flash, to each alone."""
-    kind = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel
-    config = {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": 64}
-    sizes = {"depth": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 64, "initializer_range": 0.2}
-    torch.manual_seed(0)
-    network, grid = kind(kind.config_class(**config, **sizes)).eval(), torch.tensor([[1, 8, 8], [1, 4, 12]])
-    patches = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4)
-    with torch.no_grad():
-        network.set_attn_implementation("eager")
-        wanted = network(patches, grid_thw=grid).pooler_output
-        network.set_attn_implementation(implementation)
-        with attention(set()) as calls:
-            assert error(network(patches, grid_thw=grid).pooler_output, wanted) <= TOLERANCE
-    assert calls == [passes]
-
-
-@pytest.mark.parametrize("implementation", [MASKS, FLASH])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_second_chunk_of_a_prompt_sees_the_first(implementation: str, cache: str) -> None:
-    network, ids = model("Gemma3", 0.0), tokens(2, 9)
-
-    def chunks(name: str) -> torch.Tensor:
-        network.set_attn_implementation(name)
-        kept = transformers.StaticCache(network.config, max_cache_len=16) if cache == "static" else None
-        with torch.no_grad():
-            first = network(ids[:, :5], past_key_values=kept, use_cache=True)
-            rest = network(ids[:, 5:], past_key_values=first.past_key_values).logits
-        return torch.cat([first.logits, rest], dim=1)
-
-    assert error(chunks(implementation), chunks("eager")) <= TOLERANCE
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="it compiles no model of transformers 5.20")
 @pytest.mark.parametrize("implementation", [MASKS, FLASH])
 def test_a_graph_without_breaks_gives_the_same(implementation: str) -> None:
     """Packed sequences too, whose mask is dense there, and FA2's words for them may be said beside it."""
-    network, ids, mask = model("Mistral", 0.0), tokens(2, 9), padding("left")
+    network, ids, mask = model("Mistral"), tokens(2, 9), padding("left padding")
     network.set_attn_implementation(implementation)
     compiled = torch.compile(network, backend="eager", fullgraph=True)
     starts, positions = torch.tensor([0, 5, 9]).int(), torch.tensor([[*range(5), *range(4)]])
@@ -437,49 +378,45 @@ def test_patterns_that_lengths_and_windows_can_not_say_stay_masks(monkeypatch: p
     from transformers import masking_utils as masks
 
     from cutlass_fmha.integrations import transformers_masks
-    from cutlass_fmha.integrations.transformers_masks import flash_mask
 
-    def made(function: Any, before: int = 0, keys: int = 6) -> torch.Tensor | None:
-        return flash_mask(2, 6, keys, before, mask_function=function)
-
-    def dense(function: Any, before: int = 0, keys: int = 6) -> torch.Tensor:
-        return masks.sdpa_mask(2, 6, keys, before, mask_function=function, allow_is_causal_skip=False)
+    def both(function: Any, before: int = 0, keys: int = 6) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Ours and SDPA's."""
+        made = transformers_masks.flash_mask(2, 6, keys, before, mask_function=function)
+        return made, masks.sdpa_mask(2, 6, keys, before, mask_function=function, allow_is_causal_skip=False)
 
     causal = masks.causal_mask_function
-    assert made(causal) is made(masks.bidirectional_mask_function) is None
     left, around = masks.sliding_window_causal_mask_function, masks.sliding_window_bidirectional_mask_function
+    for nothing in (causal, masks.bidirectional_mask_function, left(6)):  # the last one hides nothing
+        assert both(nothing)[0] is None
     for window in (left(3), left(5), around(3), around(4)):  # the second of each hides one key of a query
-        assert made(window).shape == (2, 6)
-    assert made(left(6)) is None  # hides nothing
-    blocks = masks.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, 1, 1]] * 2))
-    for other in (
-        masks.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int)),
-        masks.or_masks(causal, blocks),
-        masks.and_masks(masks.sliding_window_overlay(3), masks.bidirectional_mask_function),
-        lambda batch, head, q, kv: kv <= q,
-    ):
-        assert torch.equal(made(other), dense(other))
+        assert both(window)[0].shape == (2, 6)
     thirds = torch.arange(8).expand(2, 8) // 3
-    packed = masks.and_masks(masks.packed_sequence_mask_function(thirds), causal)
-    own = masks.and_masks(masks.packed_sequence_mask_function(thirds[:, :6]), causal)
-    assert torch.equal(made(own), thirds[:, :6] + 1)
-    for other in (around(3), packed):  # of queries that stand behind the first keys
-        assert torch.equal(made(other, 2, 8), dense(other, 2, 8))
+    packed, own = (masks.and_masks(masks.packed_sequence_mask_function(x), causal) for x in (thirds, thirds[:, :6]))
+    assert torch.equal(both(own)[0], thirds[:, :6] + 1)
+    blocks = masks.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, 1, 1]] * 2))
+    for other, *behind in (
+        (masks.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int)),),
+        (masks.or_masks(causal, blocks),),
+        (masks.and_masks(masks.sliding_window_overlay(3), masks.bidirectional_mask_function),),
+        (lambda batch, head, q, kv: kv <= q,),
+        (around(3), 2, 8),  # of queries that stand behind the first keys
+        (packed, 2, 8),
+    ):
+        assert torch.equal(*both(other, *behind))
     monkeypatch.setattr(transformers_masks, "is_tracing", lambda _: True)
-    assert made(causal) is made(causal, 2, 8) is None and torch.equal(made(causal, 0, 8), dense(causal, 0, 8))
+    assert both(causal)[0] is both(causal, 2, 8)[0] is None and torch.equal(*both(causal, 0, 8))
 
 
-@pytest.mark.parametrize("name", [MASKS, FLASH])
-def test_a_model_that_would_not_use_it_is_refused(name: str) -> None:
-    bloom = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=2, attn_implementation=name)
-    with pytest.raises(ValueError, match="computes its attention itself"):
-        transformers.BloomModel(bloom)
-    if name == FLASH:
-        with pytest.raises(ValueError, match="use cutlass_fmha"):
-            transformers.T5Model(transformers.T5Config(**T5, attn_implementation=name))
+def test_a_model_that_would_not_use_it_is_refused() -> None:
+    for name in (MASKS, FLASH):
+        bloom = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=2, attn_implementation=name)
+        with pytest.raises(ValueError, match="computes its attention itself"):
+            transformers.BloomModel(bloom)
+    with pytest.raises(ValueError, match="use cutlass_fmha"):
+        transformers.T5Model(transformers.T5Config(**T5, attn_implementation=FLASH))
 
 
-@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("side", ["prefill", "left padding"])
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2", "GptOss"])
 def test_a_model_runs_by_the_kernel_of_the_hub(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the name that a model insists on, too. Nothing is fetched."""
@@ -492,9 +429,8 @@ def test_a_model_runs_by_the_kernel_of_the_hub(name: str, side: str, monkeypatch
         monkeypatch.setattr(loader, "get_kernel", lambda name, **_: get_kernel(name, version=1))
     monkeypatch.setenv("LOCAL_KERNELS", f"a/b=/nowhere:{repository}=/elsewhere")
     assert hub.use(repository) == repository and os.environ["LOCAL_KERNELS"].startswith(f"a/b=/nowhere:{repository}=")
-    wanted = eager(name, "prefill" if side == "none" else "left padding")
-    model(name, 0.0).set_attn_implementation(repository)
-    said: set[str] = set()
+    wanted, said = eager(name, side), set()
+    model(name).set_attn_implementation(repository)
     with attention(said, caller=flash_attn_interface) as calls:
         assert error(forward(name, side=side), wanted) <= TOLERANCE
     assert calls == [2] and MODELS[name][2] <= said
@@ -503,7 +439,150 @@ def test_a_model_runs_by_the_kernel_of_the_hub(name: str, side: str, monkeypatch
             assert error(forward(name, side=side), wanted) > MATTERS, f"{argument} could be dropped"
 
 
-def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="pip install transformers"):
-        integration.register()
+# ---- norms, rotary and MLPs by this package: eager's numbers, and undone as if never ---------------------------
+
+#: Config, and how many norms a layer has.
+SWAPPED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama": ({**GROUPED, "attention_bias": True, "mlp_bias": True}, 2),
+    "Mistral": (WINDOW, 2),
+    "Qwen2": (GROUPED, 2),
+    "Qwen3": (GROUPED, 4),
+    "Gemma": ({**GROUPED, "hidden_act": "gelu_pytorch_tanh"}, 2),
+    "Gemma2": (MODELS["Gemma2"][1], 4),
+    "Gemma3": (GEMMA, 6),
+}
+CLASSES = ("RMSNorm", "Attention", "MLP", "DecoderLayer")
+
+
+@functools.cache
+def _fresh(name: str) -> Any:
+    torch.manual_seed(0)
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    made = cls(cls.config_class(**SWAPPED[name][0], attn_implementation="eager")).eval()
+    made.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    with torch.no_grad():
+        for key, weight in made.named_parameters():
+            if "norm" in key:
+                weight.normal_(0.0 if name.startswith("Gemma") else 1.0, 0.3)
+    return made
+
+
+def fresh(name: str) -> Any:
+    return copy.deepcopy(_fresh(name))
+
+
+told_by = functools.partial(generate, cache="dynamic")
+
+
+def step(network: Any, place: Place = HOST) -> torch.Tensor:
+    """Logits of prompts of two lengths, and the gradients of all parameters."""
+    positions = (padding("left padding").cumsum(-1) - 1).clamp(min=0).to(place[0])
+    return train(network, place, side="left padding", position_ids=positions, use_cache=False)
+
+
+@torch.no_grad()
+def rest_of_a_prompt(network: Any, place: Place = HOST) -> torch.Tensor:
+    ids = tokens(2, 9).to(place[0])
+    cache = network(ids[:, :5], use_cache=True).past_key_values
+    return network(ids[:, 5:], past_key_values=cache).logits.to(*HOST)
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return error(found, wanted) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_a_model_computes_what_it_did_and_undone_is_what_it_was(name: str):
+    network = fresh(name)
+    before = {key: x.data_ptr() for key, x in network.state_dict().items()}
+    kinds = [type(module) for module in network.modules()]
+    wanted, told = step(network), told_by(network)
+    spied = {op: mock.Mock(wraps=getattr(transformers_apply, op)) for op in ("rms_norm", "rotary_qk", "qk_norm_rope")}
+    norms = 2 * SWAPPED[name][1] + 1
+    with integration.apply(network) as applied, mock.patch.multiple(transformers_apply, **spied):
+        assert applied.swapped == {f"{name}{kind}": norms if kind == "RMSNorm" else 2 for kind in CLASSES}
+        assert applied.left == {} and f"{norms} {name}RMSNorm" in str(applied)
+        assert {key: x.data_ptr() for key, x in network.state_dict().items()} == before
+        assert same(step(network), wanted)
+        again = pickle.loads(pickle.dumps(network))
+        network.gradient_checkpointing_enable()
+        assert same(step(network), wanted)
+        assert same(told_by(network), told) and same(told_by(again), told)
+        of_heads = name in ("Qwen3", "Gemma3")  # norms of each head's queries and keys
+        assert spied["qk_norm_rope"].called == of_heads and spied["rotary_qk"].called != of_heads
+        assert any(call.kwargs.get("residual") is not None for call in spied["rms_norm"].mock_calls)
+        for each in (network, again):
+            with pytest.raises(ValueError, match="before: undo"):
+                integration.apply(each)
+    assert [type(module) for module in network.modules()] == kinds
+    network.gradient_checkpointing_disable()
+    assert torch.equal(step(network), wanted) and "as it was" in str(applied)
+    applied.undo()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", SWAPPED)
+def test_on_a_gpu_a_model_is_as_exact_as_it_was(name: str):
+    """In half precision beside float32, or a rounding further: a step, and logits over a cache."""
+    network = fresh(name).to(*GPU)
+    for compute in (step, rest_of_a_prompt):
+        wanted, own = compute(fresh(name)), compute(network, GPU)
+        with integration.apply(network):
+            found = compute(network, GPU)
+        assert error(found, wanted) <= 2 * error(own, wanted) + torch.finfo(GPU[1]).eps
+
+
+def test_parts_alone_and_what_is_left():
+    network = fresh("Llama")
+    with integration.apply(network, norm=False, rotary=False) as applied:
+        assert applied.swapped == {"LlamaMLP": 2}
+    network.model.layers[0].mlp.forward = network.model.layers[0].mlp.forward
+    network.model.layers[1].mlp.config = copy.copy(network.config)
+    network.model.layers[1].mlp.config.hidden_act = "relu"
+    applied = integration.apply(network)
+    assert "LlamaMLP" not in applied.swapped
+    assert "another forward" in str(applied) and "its activation is relu" in str(applied)
+    network.model.norm.__class__ = torch.nn.Identity
+    with pytest.raises(RuntimeError, match="Identity is not what apply made of LlamaRMSNorm"):
+        applied.undo()
+    assert type(network.model.layers[0]) is not transformers.models.llama.modeling_llama.LlamaDecoderLayer
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_norms_that_are_hooked_patched_or_another_are_called(name: str):
+    network = fresh(name)
+    layers, seen = network.model.layers, mock.Mock(return_value=None)
+    hooked = layers[0].post_attention_layernorm
+    hooked.register_forward_hook(lambda module, given, out: out * 2)
+    if name == "Qwen3":
+        layers[0].self_attn.k_norm.register_forward_pre_hook(seen)
+        layers[1].self_attn.q_norm = torch.nn.LayerNorm(16)
+    patched = layers[1].post_attention_layernorm
+    patched.forward = functools.partial(type(patched).forward, patched)  # as accelerate does
+    wanted = step(network)
+    seen.reset_mock()
+    with integration.apply(network) as applied:
+        assert same(step(network), wanted) and seen.called == (name == "Qwen3")
+        assert "not model.layers.1.post_attention_layernorm: somebody put another forward" in str(applied)
+
+
+def test_a_model_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="Linear has no layer that apply knows.*Llama, Mistral, Qwen2"):
+        integration.apply(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got str"):
+        integration.apply("llama")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_autocast_and_weights_of_another_dtype(name: str):
+    network = fresh(name)
+    for dtype in (torch.bfloat16, torch.float32):
+        network.to(dtype)
+        network.model.norm.float()  # which some checkpoints keep so
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            wanted = network.model(input_ids=tokens(2, 9)).last_hidden_state
+            with integration.apply(network):
+                found = network.model(input_ids=tokens(2, 9)).last_hidden_state
+        assert found.dtype == wanted.dtype
+        assert (found - wanted).float().norm() <= 0.05 * wanted.float().norm()

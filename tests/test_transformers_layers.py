@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from spied import attention
-from tensors import randn
+from tensors import ints, randn
 
+from cutlass_fmha import with_kv_cache
+from cutlass_fmha.flash_attn import flash_attn_interface
+from cutlass_fmha.integrations import hub
 from cutlass_fmha.integrations import transformers as integration
 
 
@@ -49,6 +55,15 @@ def test_what_would_have_to_be_dropped_raises(how: Any, options: dict[str, Any],
         how(is_causal=False, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "module"), [("transformers", "transformers"), ("diffusers", "diffusers.models"), ("sglang", "sglang.srt")]
+)
+def test_without_it_the_error_says_what_to_install(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=f"this integration needs .* or newer .pip install {name}"):
+        importlib.import_module(f"cutlass_fmha.integrations.{name}").register()
+
+
 def test_layers_that_share_a_bias_share_its_copy() -> None:
     def of_heads(*heads: int) -> torch.Tensor:
         """In which heads are neighbours, as T5 makes it."""
@@ -68,8 +83,7 @@ def test_layers_that_share_a_bias_share_its_copy() -> None:
     kept.of(learned).sum().backward()
     assert torch.equal(learned.grad, torch.ones_like(bias))
     with torch.inference_mode():
-        lasting = of_heads(4)
-        assert kept.of(lasting) is not kept.of(lasting)
+        assert kept.of(lasting := of_heads(4)) is not kept.of(lasting)
     last = weakref.ref(kept.of(bias))
     del bias
     assert last() is None
@@ -93,6 +107,8 @@ def test_what_a_layer_says_without_a_mask_of_ours() -> None:
             torch.testing.assert_close(flash(attention_mask=mask, sliding_window=window)[:, rows], wanted)
         additive = torch.zeros(1, 1, 4, 4).masked_fill(~band, float("-inf"))
         torch.testing.assert_close(call(attention_mask=additive), flash(sliding_window=window))
+    short = flash(attention_mask=PADDED[:, :3], is_causal=False)  # of a cache with room behind it
+    torch.testing.assert_close(short, call(attention_mask=torch.tensor([[[[False, True, True, False]]]])))
     bias = torch.arange(32.0).view(1, 2, 4, 4)
     assert torch.equal(call(attention_mask=additive, position_bias=bias), call(attention_mask=additive + bias))
     packed = flash(cu_seq_lens_q=HALVES, cu_seq_lens_k=HALVES)
@@ -120,6 +136,73 @@ def test_what_a_layer_says_is_passed_on(masked: bool) -> None:
     with attention(said):
         flash(**options, dropout=0.5, softcap=2.0, s_aux=torch.ones(2), deterministic=True)
     assert said == {"dropout_p", "softcap", "sinks", "deterministic", *names}
-    default = flash(**options)
-    assert torch.equal(flash(**options, scaling=32**-0.5), default)
-    assert not torch.equal(flash(**options, scaling=1.0), default)
+
+
+# ---- continuous batching, on the CPU: by indices, and by the block tables that flash attention takes ----------
+
+NEW, PROMPTS = 8, [list(range(3, 3 + length)) for length in (5, 16, 33)]
+Tokens = list[list[int]]
+
+
+@pytest.fixture
+def batching() -> tuple[Any, Tokens, Callable[[], Tokens]]:
+    """A model, what each prompt goes on with by eager attention, and the same by continuous batching."""
+    transformers = pytest.importorskip("transformers", reason="requirements/demo.txt is not installed")
+    pytest.importorskip("transformers.generation.continuous_batching.initialization", reason="is of 5.24")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2,
+    )  # fmt: skip
+    model, greedy = transformers.LlamaForCausalLM(config).eval(), {"do_sample": False, "eos_token_id": -1}
+    model.generation_config = transformers.GenerationConfig(max_new_tokens=NEW, pad_token_id=0, **greedy)
+    alone = [model.generate(torch.tensor([prompt]))[0, len(prompt) :].tolist() for prompt in PROMPTS]
+    assert len({tuple(tokens) for tokens in alone}) == len(PROMPTS)
+
+    def together() -> Tokens:
+        """Prompts are cut in parts, and parts and single tokens are in one batch."""
+        said = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=24, page_size=16)
+        found = model.generate_batch(PROMPTS, model.generation_config, continuous_batching_config=said).values()
+        assert not any(one.error for one in found)
+        return [one.generated_tokens for one in sorted(found, key=lambda one: len(one.prompt_ids))]
+
+    return model, alone, together
+
+
+def test_cutlass_fmha_flash_reads_the_cache_by_indices(batching: Any) -> None:
+    model, alone, together = batching
+    integration.register()
+    model.set_attn_implementation(f"{integration.NAME}_flash")
+    with mock.patch.object(integration, "packed_attention", wraps=integration.packed_attention) as packed:
+        assert together() == alone
+    assert packed.call_count >= 2 * NEW
+
+
+def test_the_kernel_of_the_hub_takes_block_tables(batching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which transformers hands out on a GPU alone: the question is answered for it."""
+    model, alone, together = batching
+    kernels = pytest.importorskip("kernels")
+    loader = importlib.import_module("transformers.integrations.hub_kernels")
+    initialization = importlib.import_module("transformers.generation.continuous_batching.initialization")
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *_: None)
+    monkeypatch.setattr(loader, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(loader, "get_kernel", lambda name, **_: kernels.get_kernel(name, version=1))
+    monkeypatch.setenv("LOCAL_KERNELS", "")
+    model.set_attn_implementation(hub.use("kernels-community/flash-attn2"))
+    with mock.patch.object(flash_attn_interface, "with_kv_cache", wraps=with_kv_cache) as cached:
+        assert together() == alone
+    steps = [call.kwargs["page_table"] for call in cached.call_args_list]
+    assert steps and all(table.dtype == torch.int32 for table in steps)
+
+
+def test_sinks_of_a_cache_are_passed_on() -> None:
+    """transformers drops what a function has no parameter for."""
+    q, k, v = (randn(2, 1, heads, 16, seed=n) for n, heads in enumerate((4, 2, 2)))
+    caches, given = [randn(3, 16, 2, 16, seed=n) for n in (3, 4)], {"cache_seqlens": ints(3, 9), "causal": True}
+    sinks, table = randn(4, seed=5), ints(2, 0)[:, None]
+    found = hub.flash_attn_with_kvcache(
+        q, *(x.clone() for x in caches), k, v, block_table=table, softmax_scale=0.3, softcap=5.0, s_aux=sinks, **given
+    )
+    said = {"page_table": table, "scale": 0.3, "softcap": 5.0, **given}
+    with_sinks, without = (with_kv_cache(q, *(x.clone() for x in caches), k, v, sinks=x, **said) for x in (sinks, None))
+    assert torch.equal(found, with_sinks) and not torch.allclose(found, without, atol=1e-3)

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import logging
 import math
-import pkgutil
-import re
 import runpy
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import serving
 import torch
 from serving import DECODE, DIM, HEADS, HEADS_KV, MIXED, PAGE, PLACES, Requests, placed
-from tensors import ints, randn
+from tensors import ints, laid, randn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -60,8 +58,7 @@ def step(
     """A batch as vLLM's runner has it, padded to more tokens and requests, as in its graphs."""
     r, spare = Requests(lengths), 3
     # [blocks, heads, block_size, 2 * head_size]
-    cache = randn(r.pages, HEADS_KV, PAGE, 2 * DIM)
-    cache = cache.transpose(1, 2).contiguous().transpose(1, 2) if order == "NHD" else cache
+    cache = laid(randn(r.pages, HEADS_KV, PAGE, 2 * DIM), "heads first" if order == "NHD" else "plain")
     for i, old in enumerate(r.old):
         slot = r.slots(i, 0, old)
         cache[slot // PAGE, :, slot % PAGE] = torch.cat((r.k[i][:old], r.v[i][:old]), -1)
@@ -74,9 +71,8 @@ def step(
         block_table_tensor=torch.cat((r.table, torch.full_like(r.table[:2], -7))),
         slot_mapping=torch.cat((*new, torch.full((spare,), -1))), **changed,
     )  # fmt: skip
-    query, key, value = placed(r.inputs(spare), place)
-    given = {"cache": placed(cache, place), "common": placed(common, place)}
-    return SimpleNamespace(requests=r, query=query, key=key, value=value, **given)
+    query, key, value, cache, common = placed((*r.inputs(spare), cache, common), place)
+    return SimpleNamespace(requests=r, query=query, key=key, value=value, cache=cache, common=common)
 
 
 def call(there: Any, s: SimpleNamespace, metadata: Any = None, **said: Any) -> Callable[[], Tensor]:
@@ -115,8 +111,7 @@ def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, length
         for row, old in zip(s.common.block_table_tensor, s.requests.old, strict=False):
             row[: max(0, old - 8) // PAGE] = 0
     expected = s.requests.expected(**ours)
-    assert serving.is_close(run(there, s, **theirs), expected)
-    assert there.ours.calls.counts == {"decoder": 1}
+    assert serving.is_close(run(there, s, **theirs), expected) and there.ours.calls.counts == {"decoder": 1}
     if ours:
         assert not serving.is_close(run(there, s), expected), f"{what} changes nothing here"
     for i, used in enumerate(s.requests.used):  # new rows went where the cache has room for them
@@ -136,15 +131,14 @@ def test_pages_are_made_once_for_a_cache_and_do_not_outlive_it(there: Any):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("window", [None, 9])
-def test_encoders_see_both_sides(there: Any, window: int | None, place: str):
+def test_encoders_see_both_sides(there: Any, place: str):
     """Without a cache: packed queries, keys and values, whatever the metadata says of causality."""
-    lengths = tuple((0, new) for _, new in MIXED)
-    s, said = step(there, lengths, place=place), {} if window is None else {"window": (window - 1, window - 1)}
+    s = step(there, tuple((0, new) for _, new in MIXED), place=place)
     before = s.cache.clone()
     for kind in ("encoder", "encoder_only"):
-        found = run(there, s, attn_type=kind, sliding_window=window)
-        assert serving.is_close(found, s.requests.expected("none", **said)) and torch.equal(s.cache, before)
+        for window, said in ((None, {}), (9, {"window": (8, 8)})):
+            found = run(there, s, attn_type=kind, sliding_window=window)
+            assert serving.is_close(found, s.requests.expected("none", **said)) and torch.equal(s.cache, before)
 
 
 def test_a_decoder_sees_all_that_the_encoder_left(there: Any):
@@ -155,8 +149,7 @@ def test_a_decoder_sees_all_that_the_encoder_left(there: Any):
     keys = [min(20, used) for used in s.requests.used]
     s.common.seq_lens[: len(keys)] = ints(*keys)
     s.common.max_seq_len = 20
-    found = run(there, s, attn_type="encoder_decoder")
-    assert serving.is_close(found, s.requests.expected("none", keys=keys))
+    assert serving.is_close(run(there, s, attn_type="encoder_decoder"), s.requests.expected("none", keys=keys))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -169,8 +162,7 @@ def test_lengths_that_grow_in_place_are_seen(there: Any, place: str):
     whole, used = again().clone(), s.requests.used.copy()
     assert serving.is_close(whole, s.requests.expected())
     metadata.seq_lens[: len(used)] -= 5
-    shorter = again()
-    assert serving.is_close(shorter, s.requests.expected("none", keys=[n - 5 for n in used]))
+    assert serving.is_close(shorter := again(), s.requests.expected("none", keys=[n - 5 for n in used]))
     assert not serving.is_close(shorter, whole.double().cpu())
     metadata.of_another_builder = True  # chunked attention hangs a function there
     other = builder.update_block_table(metadata, metadata.block_table.flip(0), metadata.slot_mapping)
@@ -196,12 +188,10 @@ def test_batch_invariance_and_the_run_that_measures_memory(there: Any, monkeypat
     import vllm.envs
 
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True)
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(there.ours, "attention", lambda *args, **said: asked.append(said))
+    monkeypatch.setattr(there.ours, "attention", asked := mock.Mock())
     run(there, step(there, ((3, 0),)))
-    assert asked[0]["batch_invariant"] is True
-    output = randn(2, HEADS, DIM)
-    impl = there.ours.Impl(HEADS, DIM, 1.0)
+    assert asked.call_args.kwargs["batch_invariant"] is True
+    output, impl = randn(2, HEADS, DIM), there.ours.Impl(HEADS, DIM, 1.0)
     assert impl.forward(None, output, output, output, torch.empty(0), None, output) is output
     assert (output == 0).all() and impl.num_kv_heads == HEADS
     with pytest.raises(NotImplementedError, match="does not quantize its output"):
@@ -230,8 +220,6 @@ PLAIN: dict[str, Any] = {
         ({"kv_cache_dtype": "fp8_e4m3"}, "cutlass_fmha has no fp8_e4m3 cache of keys and values"),
         ({"kv_cache_dtype": "float16"}, "needs queries in the cache's dtype float16, got bfloat16"),
         ({"use_mla": True}, "cutlass_fmha has no cache of latents: MLA is computed by another backend"),
-        ({"use_dcp": True}, "DCP"),
-        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
     ],
 )
 def test_a_model_is_taken_or_refused_with_the_reason(there: Any, asked: dict[str, Any], reason: str | None):
@@ -239,15 +227,9 @@ def test_a_model_is_taken_or_refused_with_the_reason(there: Any, asked: dict[str
     assert reasons == [] if reason is None else reason in reasons[-1], reasons
 
 
-def test_whether_there_are_sinks_is_asked(there: Any, monkeypatch: pytest.MonkeyPatch):
-    """No kernel of this build minds them."""
-    monkeypatch.setattr(there.ours, "why_not", lambda *given: f"features {given[4]}")
-    for has_sink, features in ((True, ("sinks",)), (False, ())):
-        reasons = there.ours.Backend.validate_configuration(**{**PLAIN, "has_sink": has_sink})
-        assert reasons == [f"cutlass_fmha: features {features}"]
-
-
-def test_what_only_a_batch_tells_is_refused_there(there: Any):
+def test_what_only_a_batch_tells_is_refused_there_and_sinks_are_asked_for(there: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(there.ours, "why_not", lambda *given: str(given[4]))  # no kernel of this build minds them
+    assert there.ours.Backend.validate_configuration(**{**PLAIN, "has_sink": True}) == ["cutlass_fmha: ('sinks',)"]
     for changed, said, reason in (
         ({"causal": torch.ones(8, dtype=torch.int32)}, {}, "causality that differs within a batch"),
         ({"mm_req_doc_ranges": {0: [(1, 5)]}}, {}, "tokens of images that see each other"),
@@ -257,16 +239,16 @@ def test_what_only_a_batch_tells_is_refused_there(there: Any):
             run(there, step(there, DECODE, **changed), **said)
 
 
-def test_parameters_are_vllms_in_its_order(there: Any):
-    ours, base = there.ours, there.base
-    serving.check_parameters(ours.Impl, there.flash.FlashAttentionImpl, *base.AttentionImpl.__mro__)
-    serving.check_parameters(ours.Builder, base.AttentionMetadataBuilder)
-    serving.check_parameters(ours.Backend, base.AttentionBackend)
-
-
-def test_the_plugin_registers_and_leaves_anothers_alone(there: Any, caplog: pytest.LogCaptureFixture):
+def test_the_plugin_registers_and_leaves_anothers_alone(
+    there: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    ours, base, custom = there.ours, there.base, there.registry.AttentionBackendEnum.CUSTOM
+    for own, *theirs in (
+        (ours.Impl, there.flash.FlashAttentionImpl, *base.AttentionImpl.__mro__),
+        (ours.Builder, base.AttentionMetadataBuilder), (ours.Backend, base.AttentionBackend),
+    ):  # fmt: skip
+        serving.check_parameters(own, *theirs)
     log.forget()
-    custom = there.registry.AttentionBackendEnum.CUSTOM
     integration.register()
     integration.register()  # in each of vLLM's processes, perhaps twice
     assert custom.get_path() == integration.BACKEND and custom.get_class() is there.ours.Backend
@@ -274,15 +256,7 @@ def test_the_plugin_registers_and_leaves_anothers_alone(there: Any, caplog: pyte
     with caplog.at_level(logging.WARNING, "cutlass_fmha"):
         there.registry.register_backend(custom, "another.Backend")
         integration.register()
-    assert custom.get_path() == "another.Backend" and "VLLM_PLUGINS says which" in caplog.text
-
-
-def test_an_installed_plugin_does_not_stop_another_vllm(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    (target,) = re.findall(r'\[project.entry-points."vllm.general_plugins"\]\ncutlass_fmha = "(.*)"', text)
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with caplog.at_level(logging.WARNING, "cutlass_fmha"):
-        pkgutil.resolve_name(target)()
+        assert custom.get_path() == "another.Backend" and "VLLM_PLUGINS says which" in caplog.text
+        monkeypatch.setitem(sys.modules, "vllm", None)
+        serving.plugin("vllm.general_plugins")()  # it must not stop another vLLM
     assert "backend CUSTOM is not cutlass_fmha: this integration needs vLLM 0.33 or newer" in caplog.text

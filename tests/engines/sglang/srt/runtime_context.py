@@ -1,21 +1,13 @@
-"""Stands in for the module of SGLang 0.5.23."""
-
 from types import SimpleNamespace
 
 
-class ParallelContext: ...
-
-
-_PARALLEL = ParallelContext()
-_PARALLEL.attn_dcp_size = 1
-
-
 def get_parallel():
-    return _PARALLEL
+    return get_parallel.bag
 
 
 def get_exec():
     return get_exec.bag
 
 
+get_parallel.bag = SimpleNamespace(attn_dcp_size=1)
 get_exec.bag = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))

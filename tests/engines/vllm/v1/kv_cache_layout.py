@@ -1,1 +1,0 @@
-"""Stands in for the module of vLLM 0.33: older ones have other caches."""

@@ -1,5 +1,3 @@
-"""Stands in for the module of ComfyUI 0.38.1."""
-
 from collections.abc import Callable
 from functools import wraps
 

@@ -1,5 +1,3 @@
-"""Stands in for the module of SGLang 0.5.23."""
-
 ATTENTION_BACKEND_CHOICES: list = []
 DETERMINISTIC_ATTENTION_BACKEND_CHOICES: list = []
 

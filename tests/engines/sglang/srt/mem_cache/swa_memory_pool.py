@@ -1,6 +1,3 @@
-"""Stands in for the module of SGLang 0.5.23."""
-
-
 class SWAKVPool:
     def get_kv_buffer(self, layer_id):
         return (self.swa_kv_pool if layer_id else self.full_kv_pool).get_kv_buffer(0)

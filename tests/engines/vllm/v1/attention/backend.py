@@ -1,5 +1,3 @@
-"""Stands in for the module of vLLM 0.33, whose names, parameters, fields and defaults these are."""
-
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -75,21 +73,15 @@ class AttentionBackend:
             "dtype not supported": dtype in cls.supported_dtypes,
             "kv_cache_dtype not supported": cls.supports_kv_cache_dtype(kv_cache_dtype),
             "block_size not supported": block_size is None or block_size % block_unit.base == 0,
-            "MLA not supported": not use_mla,
             "attention sinks not supported": not has_sink or cls.supports_sink(),
-            f"attention type {attn_type} not supported": cls.supports_attn_type(attn_type),
+            "attention type not supported": cls.supports_attn_type(attn_type),
             "sliding window not supported": not has_sliding_window or cls.supports_sliding_window(),
             "non-causal attention not supported": not use_non_causal or cls.supports_non_causal(),
             "batch invariance not supported": not use_batch_invariant or cls.supports_batch_invariance(),
-            "PCP, DCP, R-SWA not supported": not (use_pcp or use_dcp or use_rswa),
-            "partial multimodal token full attention not supported": not use_mm_prefix,
         }
-        combination = cls.supports_combination(
-            head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix,
-            device_capability,
-        )  # fmt: skip
+        own = (head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix)
         reasons = [reason for reason, supported in asked.items() if not supported]
-        return reasons if combination is None else [*reasons, combination]
+        return [*reasons, *filter(None, [cls.supports_combination(*own, device_capability)])]
 
 
 @dataclass

@@ -1,6 +1,3 @@
-"""Stands in for the module of SGLang 0.5.23."""
-
-
 class AttentionBackend:
     needs_cpu_seq_lens = True
 

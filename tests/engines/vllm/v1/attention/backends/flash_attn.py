@@ -1,5 +1,3 @@
-"""Stands in for the module of vLLM 0.33: what the layer passes besides, and calls beyond the base class."""
-
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 

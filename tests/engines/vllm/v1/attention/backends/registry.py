@@ -1,5 +1,3 @@
-"""Stands in for the module of vLLM 0.33."""
-
 from enum import Enum
 from pkgutil import resolve_name
 
