@@ -39,19 +39,12 @@ def compiled_for(arch: int) -> list[int]:
     return [int(target.rstrip("af")) for target in targets[arch].split(",")]
 
 
-def test_the_extension_was_built_with_the_pinned_nvcc():
-    """Registers and spills depend on the compiler: make builds with this one."""
-    assert _C.build_info()["nvcc_version"] == PINNED
-    assert set(cubin.read_compilers(EXTENSION).values()) == {PINNED}
-
-
-def test_every_kernel_has_code_for_its_architecture_and_only_that(rows: Rows, machine_code: list[cubin.Kernel]):
+def test_every_kernel_has_code_of_the_pinned_nvcc_for_its_architecture(rows: Rows, machine_code: list[cubin.Kernel]):
+    """And only that, but for sm_89's PTX. Registers and spills depend on the compiler."""
     wanted = ((name, target) for name, row in rows.items() for target in compiled_for(row.arch))
     assert sorted((kernel.name, kernel.arch) for kernel in machine_code) == sorted(wanted)
-
-
-def test_sm_89_kernels_and_only_they_carry_ptx(rows: Rows):
     assert cubin.read_ptx(EXTENSION) == {name: {compiled_for(89)[0]} for name, row in rows.items() if row.arch == 89}
+    assert {_C.build_info()["nvcc_version"], *cubin.read_compilers(EXTENSION).values()} == {PINNED}
 
 
 def test_no_kernel_has_anything_to_complain_about(rows: Rows, machine_code: list[cubin.Kernel]):
@@ -80,7 +73,9 @@ def test_the_demo_finds_the_kernels_of_this_build_as_they_were_meant(
     assert "no stack, no spills" in report.text()
 
 
-def test_no_kernel_of_the_report_has_anything_to_complain_about(report: dict[str, Any]):
+def test_no_kernel_of_the_report_has_anything_to_complain_about(report: dict[str, Any], tmp_path: Path):
+    with pytest.raises(resources.ReportError, match="absent.json can't be read .*: make build && "):
+        resources.read_report(tmp_path / "absent.json")
     assert {row["arch"] for row in report["rows"].values()} == {89, 90, 120}
     assert report["nvcc"] == PINNED, f"of another compiler: {resources.UPDATE}"
     assert not resources.report_complaints(report)
@@ -127,28 +122,19 @@ def test_a_defect_in_the_report_is_found(report: dict[str, Any], name: str, chan
     assert found and all(name in line for line in found) and expected in "\n".join(found)
 
 
-def test_a_report_survives_its_file(report: dict[str, Any], tmp_path: Path):
-    resources.write_report(report, tmp_path / "report.json")
-    assert resources.read_report(tmp_path / "report.json") == report
-    with pytest.raises(resources.ReportError, match="absent.json can't be read .*: make build && "):
-        resources.read_report(tmp_path / "absent.json")
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(resources.ReportError, match="other.json is no resource report"):
-        resources.read_report(tmp_path / "other.json")
-
-
-@pytest.mark.parametrize("lacks", ["hash", "row", "own code"])
-def test_a_report_of_a_build_that_is_not_whole_is_refused(lacks: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("said", "lacking"),
+    [({"source_hash": f"{resources.source_hash()}+subset"}, 0), ({}, 1), ({"proxy": {120: 90}}, 0)],
+    ids=["hash", "row", "own code"],
+)
+def test_a_report_of_a_build_that_is_not_whole_is_refused(said: dict[str, Any], lacking: int, monkeypatch):
     """Of a subset, of other sources, of one architecture, of a proxy."""
-    named = [SimpleNamespace(name=name) for name in resources.manifest_rows()]
-    info = {"source_hash": resources.source_hash(), "proxy": {}}
-    wrong = {"hash": {"source_hash": f"{info['source_hash']}+subset"}, "own code": {"proxy": {120: 90}}}
-    info |= wrong.get(lacks, {})
+    named = [SimpleNamespace(name=name) for name in resources.manifest_rows()][lacking:]
+    info = {"source_hash": resources.source_hash(), "proxy": {}} | said
     monkeypatch.setattr(resources, "read_kernels", lambda file: pytest.fail("read though refused"))
-    rows = {"rows": lambda: named[lacks == "row" :], "backward_rows": list}
-    build = SimpleNamespace(__file__="_C.so", build_info=lambda: info, **rows)
+    module = {"build_info": lambda: info, "rows": lambda: named, "backward_rows": list}
     with pytest.raises(resources.ReportError, match="no build of all rows of these sources: make build"):
-        resources.build_report(build)
+        resources.build_report(SimpleNamespace(__file__="_C.so", **module))
 
 
 # ---- how much there is to compile --------------------------------------------------------------------------
@@ -177,48 +163,36 @@ def test_this_build_is_the_subset_or_more():
     assert {name for name in expected if name.split("_")[1] in architectures} <= built
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """As much of a checkout as ``make -n`` asks for, with a build directory of its own."""
+BUILD = "develop.py build '{}' '' '{}'"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "arguments", "expected"),
+    [
+        ("", "test", BUILD.format("89;90;120", "ci")),
+        ("", "test SUBSET=", BUILD.format("89;90;120", "")),
+        ("", "test ARCHS=89", BUILD.format("89", "ci")),
+        ("89-90-120", "test", None),
+        ("89-90-120", "test SUBSET=ci", BUILD.format("89;90;120", "ci")),
+        ("89-90-120-ci", "test", None),
+        ("89", "test", BUILD.format("89;90;120", "ci")),
+        ("89", "test ARCHS=89", None),
+        ("89-90-120-ci", "wheel", "'cmake.define.CUTLASS_FMHA_SUBSET='"),  # whatever the CMake cache says
+    ],
+)
+def test_make_test_compiles_the_subset_where_nothing_is_built_whole_and_wheel_all(
+    earlier: str, arguments: str, expected: str | None, tmp_path: Path
+):
+    """In as much of a checkout as ``make -n`` asks for, with a build directory of its own."""
     files = ("Makefile", "pyproject.toml", "CMakeLists.txt")
     for name in (*files, "requirements", "tools", "cmake", "src", "build_backend"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "build").mkdir()
-    return tmp_path
-
-
-def printed(tree: Path, *arguments: str) -> str:
-    command = ["make", "-n", *arguments]
-    return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True).stdout
-
-
-@pytest.mark.parametrize(
-    ("earlier", "given", "expected"),
-    [
-        ("", [], ("89;90;120", "ci")),
-        ("", ["SUBSET="], ("89;90;120", "")),
-        ("", ["ARCHS=89"], ("89", "ci")),
-        ("89-90-120", [], None),
-        ("89-90-120", ["SUBSET=ci"], ("89;90;120", "ci")),
-        ("89-90-120-ci", [], None),
-        ("89", [], ("89;90;120", "ci")),
-        ("89", ["ARCHS=89"], None),
-    ],
-)
-def test_make_test_compiles_the_subset_where_nothing_is_built_whole(
-    earlier: str, given: list[str], expected: tuple[str, str] | None, tree: Path
-):
     if earlier:
-        (tree / "build" / f".built-{earlier}").touch()
-    commands = printed(tree, "test", *given)
-    found = re.findall(r"develop.py build '(.*?)' '' '(.*?)'", commands)
-    assert found == ([expected] if expected else []), commands
-
-
-def test_a_wheel_has_all_rows_whatever_its_build_directory_remembers(tree: Path):
-    """build/ may be what ``make test`` left, whose CMake cache says ci."""
-    (tree / "build" / ".built-89-90-120-ci").touch()
-    assert "'cmake.define.CUTLASS_FMHA_SUBSET='" in printed(tree, "wheel")
+        (tmp_path / "build" / f".built-{earlier}").touch()
+    command = ["make", "-n", *arguments.split()]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert (expected or "pytest") in said and (expected or "develop.py build" not in said), said
 
 
 def test_an_extension_takes_less_than_60_mib_even_with_every_row(report: dict[str, Any]):

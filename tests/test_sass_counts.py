@@ -4,41 +4,34 @@ parts that count them do what they say. Needs no GPU."""
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import cubin
 import mainloop
 import pytest
 import resources
-import sass
 
 from cutlass_fmha import _C
 
+Loops = list[tuple[Any, cubin.Kernel, mainloop.Loop]]
+
 
 @pytest.fixture(scope="module")
-def loops(machine_code: list[cubin.Kernel]) -> list[sass.RowLoop]:
-    return sass.loops_of(machine_code, _C.rows())
+def loops(machine_code: list[cubin.Kernel]) -> Loops:
+    return mainloop.loops_of(machine_code, _C.rows())
 
 
-# ---- the gate ----------------------------------------------------------------------------------------------
-
-
-def test_no_main_loop_has_grown(loops: list[sass.RowLoop]):
-    """Of the rows in this build, without a proxy's, which are compiled for another architecture."""
-    own = {row.name: sass.entry(row, kernel, loop) for row, kernel, loop in loops if kernel.arch == row.arch}
+def test_no_main_loop_has_grown(loops: Loops):
+    """Of the plain rows in this build, without a proxy's, which are compiled for another architecture."""
+    assert [row.name for row, _, _ in loops] == [row.name for row in _C.rows() if row.family == "plain"]
+    own = {x.name: {"registers": x.registers, "loop": loop.entry} for row, x, loop in loops if x.arch == row.arch}
     assert own, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
-    committed = resources.read_report()["rows"]
-    lines = sass.changes({name: row for name, row in committed.items() if "loop" in row}, own)
+    committed = {name: row for name, row in resources.read_report()["rows"].items() if "loop" in row}
+    lines = mainloop.changes(committed, own)
     assert not lines, "\n".join(lines)
 
 
-def test_every_plain_row_is_counted(loops: list[sass.RowLoop]):
-    assert [loop.row.name for loop in loops] == [row.name for row in _C.rows() if row.family == "plain"]
-
-
-# ---- what holds for every main loop ------------------------------------------------------------------------
-
-
-def test_a_loop_holds_what_one_block_of_keys_takes(loops: list[sass.RowLoop]):
+def test_a_loop_holds_what_one_block_of_keys_takes(loops: Loops):
     """Exponentials twice, in the trial and in the second pass, and one for each row that this rescales."""
     for row, _, loop in loops:
         rows, dim = row.tile_m // row.warps, row.head_dim // 16
@@ -60,30 +53,25 @@ COMMITTED = {ROW: {"registers": 128, "loop": LOOP_COUNTS}}
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "found"),
+    ("registers", "counts", "found"),
     [
-        ("alu", 44, None),
-        ("alu", 45, "alu in the main loop grew from 40 to 45"),
-        ("fp32", 510, None),
-        ("fp32", 511, "fp32 in the main loop grew from 500 to 511"),
-        ("alu", 20, None),
-        ("nop", 5, "nop in the main loop grew from 0 to 5"),
-        ("mma", 60, "mma in the main loop went from 64 to 60"),
-        ("registers", 136, None),
-        ("registers", 137, "registers grew from 128 to 137"),
+        (128, {"alu": 44}, None),
+        (128, {"alu": 45}, "alu in the main loop grew from 40 to 45"),
+        (128, {"fp32": 510}, None),
+        (128, {"fp32": 511}, "fp32 in the main loop grew from 500 to 511"),
+        (128, {"alu": 20}, None),
+        (128, {"nop": 5}, "nop in the main loop grew from 0 to 5"),
+        (128, {"mma": 60}, "mma in the main loop went from 64 to 60"),
+        (136, {}, None),
+        (137, {}, "registers grew from 128 to 137"),
+        (128, {"mufu": 36, "fp32": 504, "alu": 44, "move": 4}, "all classes in the main loop grew from 636 to 652"),
     ],
 )
-def test_growth_is_told(kind: str, count: int, found: str | None):
-    new = {"registers": count} if kind == "registers" else {"loop": LOOP_COUNTS | {kind: count}}
-    lines = sass.changes(COMMITTED, {ROW: COMMITTED[ROW] | new})
-    assert bool(lines) == (found is not None)
-    assert not lines or (lines[0].startswith(f"{ROW}: {found}; ") and sass.UPDATE in lines[0])
-
-
-def test_a_little_of_everything_is_told_by_the_sum():
-    new = {"registers": 128, "loop": {"mma": 64, "mufu": 36, "fp32": 504, "alu": 44, "move": 4}}
-    (line,) = sass.changes(COMMITTED, {ROW: new, f"{ROW}_element": new})  # a row that is not committed
-    assert "all classes in the main loop grew from 636 to 652" in line
+def test_growth_is_told(registers: int, counts: dict[str, int], found: str | None):
+    new = {"registers": registers, "loop": LOOP_COUNTS | counts}
+    lines = mainloop.changes(COMMITTED, {ROW: new, f"{ROW}_element": new})  # a row that is not committed
+    assert len(lines) == (found is not None)
+    assert not lines or (lines[0].startswith(f"{ROW}: {found}; ") and resources.UPDATE in lines[0])
 
 
 # ---- finding the loop --------------------------------------------------------------------------------------

@@ -1,8 +1,5 @@
-"""Rows of every kind, by their PTX on the simulator, against dense fp64: no GPU, sm_120's TMA code included.
-
-docs/simulation.md says what that shows. The rows are built in build/simulator/tests, which a second run finds
-there; each runs the tests' short problems in a process of its own, two at a time.
-"""
+"""Rows of every kind, by their PTX on the simulator, against dense fp64, each in a process of its own, two at a time:
+no GPU, sm_120's TMA code included. docs/simulation.md says what that shows."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from simulator import DIRECTORY, build_extension
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,42 +21,36 @@ ROWS = (
     "fwd_sm89_bf16_d64_m64n64w4_element",  # unaligned tensors
     "fwd_sm89_f16_d128_m256n64w8",  # warps that take turns
     "fwd_sm89_bf16_d64_m32n32w8k8",  # warps that share the keys
-    "fwd_sm89_f16_d64_m64n64w4_scored",
-    "fwd_sm89_f16_d64_m16n32w4k4_scored",
-    "fwd_sm89_f16_d64_m64n64w4_ranged",
+    *("fwd_sm89_f16_d64_m64n64w4_scored", "fwd_sm89_f16_d64_m16n32w4k4_scored", "fwd_sm89_f16_d64_m64n64w4_ranged"),
     "fwd_sm90_f16_d64_m256n64w8",
-    "fwd_sm90_bf16_d64_m64n64w4_tma",  # the copy unit
-    "fwd_sm90_f16_d128_m256n64w8_tma",
+    *("fwd_sm90_bf16_d64_m64n64w4_tma", "fwd_sm90_f16_d128_m256n64w8_tma"),  # the copy unit
     "fwd_sm120_f16_d64_m256n64w8",
-    "fwd_sm120_bf16_d64_m64n64w4_tma",
-    "fwd_sm120_f16_d128_m256n64w8_tma",
+    *("fwd_sm120_bf16_d64_m64n64w4_tma", "fwd_sm120_f16_d128_m256n64w8_tma"),
     "fwd_sm120_f16_d128_m256n48w8_tma_ranged",  # ranges and pages, with turns
     "fwd_sm120_bf16_d64_m256n64w8_tma_score_mod",
-    "fwd_sm89_f16_d64_m256n64w8_masked",
-    "fwd_sm90_bf16_d128_m256n32w8_tma_masked",
-    "fwd_sm120_bf16_d64_m32n32w8k8_pdl",  # launches that overlap
-    "fwd_sm120_f16_d64_m32n64w4k4_tma_pdl",  # and the copy unit
-    "wide_sm89_f32_d512_m64n64w8_scored",
-    "wide_sm120_bf16_d512_m64n64w8_scored",
+    *("fwd_sm89_f16_d64_m256n64w8_masked", "fwd_sm90_bf16_d128_m256n32w8_tma_masked"),
+    *("fwd_sm120_bf16_d64_m32n32w8k8_pdl", "fwd_sm120_f16_d64_m32n64w4k4_tma_pdl"),  # launches that overlap
+    *("wide_sm89_f32_d512_m64n64w8_scored", "wide_sm120_bf16_d512_m64n64w8_scored"),
 )
 
 
 @functools.cache
 def extension() -> Path:
     """The build with ROWS, made when it is not there or older than its sources."""
-    from simulator import DIRECTORY, build_extension
-
     return build_extension("^(" + "|".join(ROWS) + ")$", DIRECTORY / "tests")
 
 
-def simulate(row: str, *options: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+Done = subprocess.CompletedProcess[str]
+
+
+def simulate(row: str, *options: str, env: dict[str, str] | None = None) -> Done:
     command = [sys.executable, str(ROOT / "tools" / "simulate.py"), "--extension", str(extension())]
     command += ["--rows", f"^{row}$", *options]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, Future[subprocess.CompletedProcess[str]]]:
+def runs() -> dict[str, Future[Done]]:
     """Every row's run, under way.
 
     Each has a copy of the environment: pytest and other tests of this process write to the one that a start of a
@@ -70,11 +62,10 @@ def runs() -> dict[str, Future[subprocess.CompletedProcess[str]]]:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_row_agrees_with_fp64(row: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]):
+def test_row_agrees_with_fp64(row: str, runs: dict[str, Future[Done]]):
     done = runs[row].result()
     assert done.returncode == 0, done.stdout + done.stderr
-    count = int(done.stdout.splitlines()[-1].split()[0])
-    assert count > 100, done.stdout
+    assert int(done.stdout.splitlines()[-1].split()[0]) > 100, done.stdout
 
 
 def test_drawn_problems_repeat_with_their_seed():

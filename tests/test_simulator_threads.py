@@ -100,10 +100,6 @@ def test_what_threads_leave(name: str, seed: int):
     assert found.tolist() == [model(n) for n in range(len(found))]
 
 
-def test_one_lane_is_elected():
-    assert np.count_nonzero(results("elect.sync %y|%p, -1; selp.u32 %x, 1, 0, %p;")) == 1
-
-
 def test_a_missing_barrier_is_found():
     body = """
         mov.u32 %y, memory; mad.lo.u32 %z, %n, 4, %y; st.shared.u32 [%z], %n;

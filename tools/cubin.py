@@ -1,8 +1,5 @@
-"""The machine code inside a built extension, object file, fatbin or cubin, as NVIDIA's own tools print it.
-
-Needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm); runs no kernel and needs no
-GPU.
-"""
+"""The machine code inside a built extension, object file, fatbin or cubin, as cuobjdump and nvdisasm print it
+(PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm). Needs no GPU."""
 
 from __future__ import annotations
 
@@ -79,51 +76,8 @@ def run_tool(name: str, *arguments: str | Path, cwd: Path | None = None) -> str:
     return result.stdout
 
 
-_ARCH = re.compile(r"^arch = sm_(\d+)|^\s*code for sm_(\d+)", re.MULTILINE)
-_FUNCTION = re.compile(r"^\s*Function\s*:?\s+([\w$.]+?):?\s*$")
-_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-_INSTRUCTION = re.compile(
-    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)\s*([^;/]*(?:/[^*;][^;/]*)*)"
-)
-
-
-def _sections(text: str) -> Iterator[tuple[int, str, str]]:
-    """(architecture, function, line) of each line below a "Function" line."""
-    arch, function = 0, ""
-    for line in text.splitlines():
-        if match := _ARCH.match(line):
-            arch, function = int(match[1] or match[2]), ""
-        elif match := _FUNCTION.match(line):
-            function = match[1]
-        elif function:
-            yield arch, function, line
-
-
-def parse(usage: str, sass: str) -> list[Kernel]:
-    """Kernels from what ``cuobjdump -res-usage`` and ``-sass`` print, which must be about the same ones."""
-    kernels: dict[tuple[int, str], Kernel] = {}
-    for arch, name, line in _sections(f"{usage}\n{sass}"):
-        if match := _USAGE.search(line):
-            registers, stack, shared, local = map(int, match.groups())
-            shared = max(0, shared - RESERVED_SHARED) if arch >= 90 else shared
-            kernels[arch, name] = Kernel(name, arch, registers, stack, local, shared)
-        elif match := _INSTRUCTION.match(line):
-            if (arch, name) not in kernels:
-                raise ValueError(f"cuobjdump -res-usage says nothing about {name} of sm_{arch}")
-            kernel = kernels[arch, name]
-            address, guard, opcode, operands = match.groups()
-            kernel.code.append(Instruction(int(address, 16), guard or "", opcode, operands.strip()))
-            kernel.opcodes[opcode] += 1
-    for kernel in kernels.values():
-        if not kernel.opcodes:
-            raise ValueError(f"cuobjdump -sass prints no instruction of {kernel.name} of sm_{kernel.arch}")
-    return list(kernels.values())
-
-
 def read_kernels(file: Path) -> list[Kernel]:
     """Every kernel in an extension, object file, fatbin or cubin, in each architecture there is code for."""
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is no file: give an extension, object file, fatbin or cubin")
     with _cubins(file) as cubins, ThreadPoolExecutor(os.cpu_count()) as pool:  # of one file, cuobjdump takes one core
         return [kernel for kernels in pool.map(_kernels, cubins or [file]) for kernel in kernels]
 
@@ -136,11 +90,32 @@ def _cubins(file: Path) -> Iterator[list[Path]]:
         yield sorted(Path(directory).iterdir(), key=lambda cubin: (len(cubin.name), cubin.name))
 
 
+_FUNCTION = re.compile(r"^\s*Function\s*:?\s+([\w$.]+?):?\s*$")
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_INSTRUCTION = re.compile(
+    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)\s*([^;/]*(?:/[^*;][^;/]*)*)"
+)
+
+
 def _kernels(cubin: Path) -> list[Kernel]:
-    usage, sass = run_tool("cuobjdump", "-res-usage", cubin), run_tool("cuobjdump", "-sass", cubin)
-    if not re.search(_ARCH, usage) and (match := re.search(r"code for (sm_\d+)", sass)):
-        usage = f"arch = {match[1]}\n{usage}"  # of a bare cubin, -res-usage doesn't say it
-    return parse(usage, sass)
+    """Of one architecture: what a cubin has."""
+    sass = run_tool("cuobjdump", "-sass", cubin)
+    kernels: dict[str, Kernel] = {}
+    name = ""
+    # Its head tells the architecture, which -res-usage doesn't of a bare cubin.
+    arch = int(re.findall(r"code for sm_(\d+)", sass)[0])
+    for line in f"{run_tool('cuobjdump', '-res-usage', cubin)}\n{sass}".splitlines():
+        if match := _FUNCTION.match(line):
+            name = match[1]
+        elif match := _USAGE.search(line):
+            registers, stack, shared, local = map(int, match.groups())
+            shared = max(0, shared - RESERVED_SHARED) if arch >= 90 else shared
+            kernels[name] = Kernel(name, arch, registers, stack, local, shared)
+        elif match := _INSTRUCTION.match(line):
+            address, guard, opcode, operands = match.groups()
+            kernels[name].code.append(Instruction(int(address, 16), guard or "", opcode, operands.strip()))
+            kernels[name].opcodes[opcode] += 1
+    return list(kernels.values())
 
 
 def read_ptx(file: Path) -> dict[str, set[int]]:

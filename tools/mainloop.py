@@ -1,8 +1,8 @@
-"""Finds the main loop of a kernel in its machine code and counts what it holds.
+"""The main loop of a kernel in its machine code: what it holds, and what has grown in it since it was committed.
 
-The loop is found by its shape, not by its place: the natural loop (a back edge whose target dominates its
-source) with the most mma among those that hold no smaller loop with mma. Copies of the loop's code before and
-after it are no loops, and a barrier's spin loop, wherever the compiler put it, holds no mma.
+The loop is found by its shape, not by its place: that with the most mma among those that hold no smaller loop with
+mma. Copies of the loop's code before and after it are no loops, and a barrier's spin loop, wherever the compiler put
+it, holds no mma.
 
 What is counted is the whole body: masks, the exact softmax's second pass over a block and both halves of the
 copies, of which a step issues what it needs, stand in it once, too.
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import networkx as nx  # which torch needs, too
 from cubin import Instruction, Kernel
+from resources import UPDATE
 
 #: Class of instructions -> opcodes; the order is the order of the tables. What no class names is "other".
 CLASSES: dict[str, tuple[str, ...]] = {
@@ -64,32 +65,26 @@ def class_of(instruction: Instruction) -> str:
     return _CLASS_OF.get(instruction.base, "uniform" if instruction.base.startswith("U") else "other")
 
 
-@dataclass
-class Block:
+class Block(NamedTuple):
     """Instructions without a branch into or out of their middle."""
 
     code: list[Instruction]
     successors: list[int]  # [fall through, taken] of a conditional branch, else at most one
 
 
-def branch_target(instruction: Instruction) -> int | None:
-    """Address that a BRA goes to."""
-    match = _TARGET.search(instruction.operands)
-    return int(match[1], 16) if match and instruction.base == "BRA" else None
-
-
 def blocks_of(code: list[Instruction]) -> list[Block]:
     """The control-flow graph, entry first. A call is no edge: it returns, or leaves and never comes back."""
     index = {instruction.address: i for i, instruction in enumerate(code)}
-    targets = [index.get(branch_target(instruction)) for instruction in code]
-    ends = {i + 1 for i, instruction in enumerate(code) if instruction.base == "BRA" or instruction.base in _ENDS}
+    found = [_TARGET.search(x.operands) if x.base == "BRA" else None for x in code]
+    targets = [index.get(int(match[1], 16)) if match else None for match in found]
+    ends = {i + 1 for i, instruction in enumerate(code) if instruction.base in ("BRA", *_ENDS)}
     starts = sorted({0, *ends, *(target for target in targets if target is not None)} - {len(code)})
     number = {start: n for n, start in enumerate(starts)}
     blocks = []
     for start, end in zip(starts, [*starts[1:], len(code)], strict=True):
-        last, target = code[end - 1], targets[end - 1]
-        following = [number[end]] if end in number else []
-        taken = [number[target]] if target is not None else []
+        last = code[end - 1]
+        following = [number[x] for x in (end,) if x in number]
+        taken = [number[x] for x in targets[end - 1 : end] if x is not None]
         conditional = last.guard or _PREDICATE.search(last.operands) or "URZ" in last.operands
         if last.base in _ENDS:
             successors = following if last.guard else []
@@ -103,49 +98,73 @@ def blocks_of(code: list[Instruction]) -> list[Block]:
     return blocks
 
 
-def natural_loops(blocks: list[Block]) -> dict[int, set[int]]:
-    """Head of a loop -> its blocks."""
-    flow = nx.DiGraph((n, s) for n, block in enumerate(blocks) for s in block.successors)
-    flow.add_node(0)
-    dominators = nx.immediate_dominators(flow, 0)
-    tree = nx.DiGraph((parent, node) for node, parent in dominators.items() if node != 0)
-    tree.add_node(0)
-    loops: dict[int, set[int]] = {}
-    for n, head in flow.edges:
-        if n in tree and nx.has_path(tree, head, n):  # a back edge: its target dominates its source
-            body = loops.setdefault(head, {head})
-            if n != head:
-                body |= {n} | nx.ancestors(flow.subgraph(set(tree) - {head}), n)
-    return loops
-
-
-@dataclass(frozen=True)
 class Loop:
     """The main loop's code."""
 
-    code: list[Instruction]
-
-    @cached_property
-    def counts(self) -> dict[str, int]:
-        """Instructions by class; every class is named."""
-        found = Counter(class_of(instruction) for instruction in self.code)
-        return {name: found[name] for name in CLASSES}
-
-    @cached_property
-    def opcodes(self) -> Counter[str]:
-        """The same by opcode without modifiers."""
-        return Counter(instruction.base for instruction in self.code)
+    def __init__(self, code: list[Instruction]) -> None:
+        self.opcodes = Counter(instruction.base for instruction in code)
+        found = Counter(map(class_of, code))
+        self.counts = {name: found[name] for name in CLASSES}
+        self.entry = {name: count for name, count in self.counts.items() if count}  # what the report holds
 
 
 def main_loop(kernel: Kernel) -> Loop:
     """The main loop of a kernel. Raises LoopNotFoundError when no loop has an mma in it."""
     blocks = blocks_of(kernel.code)
     mma = [sum(class_of(i) == "mma" for i in block.code) for block in blocks]
-    loops = [body for body in natural_loops(blocks).values() if any(mma[n] for n in body)]
-    innermost = [body for body in loops if not any(other < body for other in loops)]
-    if not innermost:
-        raise LoopNotFoundError(f"{kernel.name} (sm_{kernel.arch}) has no loop with tensor-core instructions")
+
+    def innermost(flow: nx.DiGraph) -> Iterator[set[int]]:
+        """Loops with mma: where one can come back to its beginning, the blocks in it that are entered from outside."""
+        for body in nx.strongly_connected_components(flow):
+            inner = nx.DiGraph(flow.subgraph(body))
+            if inner.edges and any(mma[n] for n in body):
+                heads = {n for n in body if set(flow.pred[n]) - body} or {min(body)}
+                inner.remove_edges_from(list(inner.in_edges(heads)))
+                yield from list(innermost(inner)) or [body]
+
+    flow = nx.DiGraph((n, s) for n, block in enumerate(blocks) for s in block.successors)
+    flow.add_node(0)
     # Phases that need a mask may have a loop of their own, with as many mma and more of everything else.
-    sizes = [(sum(mma[n] for n in body), -sum(len(blocks[n].code) for n in body)) for body in innermost]
-    body = innermost[sizes.index(max(sizes))]
+    loops = list(innermost(flow.subgraph({0} | nx.descendants(flow, 0))))
+    if not loops:
+        raise LoopNotFoundError(f"{kernel.name} (sm_{kernel.arch}) has no loop with tensor-core instructions")
+    body = max(loops, key=lambda body: (sum(mma[n] for n in body), -sum(len(blocks[n].code) for n in body)))
     return Loop([instruction for n in sorted(body) for instruction in blocks[n].code])
+
+
+def loops_of(kernels: Iterable[Kernel], rows: Iterable[Any]) -> list[tuple[Any, Kernel, Loop]]:
+    """The main loop of every kernel that is a counted one of ``rows`` (of ``_C.rows()``), in their order.
+
+    Not where the warps of a block share the keys: such a loop loads straight into registers, runs a few times
+    if at all (the first step stands before it), and is bound by latency. Nor in a scored row: most of its
+    loop is branches that a problem takes or doesn't. Raises LoopNotFoundError for a kernel without one.
+    """
+    by_name = {kernel.name: kernel for kernel in kernels}
+    wanted = [row for row in rows if row.family == "plain" and row.name in by_name]
+    return [(row, by_name[row.name], main_loop(by_name[row.name])) for row in wanted]
+
+
+# ---- what has grown since the committed counts (tests/data/resources.json) --------------------------------
+
+ALLOWED_SHARE, ALLOWED_COUNT = 0.02, 4  # a class may grow by either, whichever is more
+ALLOWED_REGISTERS = 8  # registers are given out in eights
+
+
+def changes(committed: dict[str, Any], built: dict[str, Any]) -> list[str]:
+    """A sentence for each count that has grown too far; of mma, for each that changed. Both: row -> its registers
+    and its loop. Of rows that both have: ``make release-check`` tells whether the committed ones are all there are.
+    """
+    lines = []
+    for name in filter(committed.__contains__, built):
+        advice = f"look for the cause (python tools/resources.py --opcodes --rows {name}), or accept it: {UPDATE}"
+        old, new = committed[name], built[name]
+        if new["registers"] > old["registers"] + ALLOWED_REGISTERS:
+            lines.append(f"{name}: registers grew from {old['registers']} to {new['registers']}; {advice}")
+        before, after = (each["loop"] | {"all classes": sum(each["loop"].values())} for each in (old, new))
+        for kind in (*CLASSES, "all classes"):
+            was, now = before.get(kind, 0), after.get(kind, 0)
+            if kind == "mma" and was != now:
+                lines.append(f"{name}: mma in the main loop went from {was} to {now}; {advice}")
+            elif now > was + max(ALLOWED_COUNT, ALLOWED_SHARE * was):
+                lines.append(f"{name}: {kind} in the main loop grew from {was} to {now}; {advice}")
+    return lines

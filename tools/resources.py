@@ -1,8 +1,8 @@
 """What is wrong with a kernel's use of registers, memory and instructions, whatever GPU it is for.
 
-python tools/resources.py            one line per kernel of the installed build, and its complaints
-python tools/resources.py FILE       of another extension, object file or fatbin
-python tools/resources.py --write    tests/data/resources.json: all of it, of every row of the manifest
+    python tools/resources.py --rows d128             a line per kernel of the installed build, and its complaints
+    python tools/resources.py --opcodes --rows NAME   and its main loop (mainloop.py): by class, and every opcode
+    python tools/resources.py --write                 tests/data/resources.json: all, of every row of the manifest
 
 The report is committed: tests hold the rows that they have compiled, which are a subset, against it, and
 ``make release-check`` its hash against the sources.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -142,7 +143,7 @@ def record(kernel: Kernel, row: Any) -> dict[str, Any]:
 def build_report(module: Any) -> dict[str, Any]:
     """The report of an extension. Raises ReportError for one that lacks rows of the present manifest, or is of
     other sources."""
-    import sass  # not above: release_check.py reads reports where no package is
+    import mainloop  # not above: release_check.py reads reports where no package is
 
     info, file = module.build_info(), Path(module.__file__)
     rows = {row.name: row for row in (*module.rows(), *module.backward_rows())}
@@ -153,8 +154,8 @@ def build_report(module: Any) -> dict[str, Any]:
     kernels = read_kernels(file)
     named = {kernel.name: kernel for kernel in kernels}
     entries = {name: record(named[name], row) for name, row in table.items()}
-    for row, _, loop in sass.loops_of(kernels, module.rows()):
-        entries[row.name]["loop"] = sass.loop_entry(loop)
+    for row, _, loop in mainloop.loops_of(kernels, module.rows()):
+        entries[row.name]["loop"] = loop.entry
     (nvcc,) = set(read_compilers(file).values())
     head = {"kind": KIND, "update": UPDATE, "source_hash": info["source_hash"], "nvcc": nvcc}
     return {**head, "extension_bytes": file.stat().st_size, "rows": entries}
@@ -164,7 +165,7 @@ class Twin:
     """A float16 row that this build lacks, as the bfloat16 row of its tile says it is."""
 
     def __init__(self, name: str, row: Any) -> None:
-        fields = (field for field in dir(type(row)) if not field.startswith("_") and hasattr(row, field))
+        fields = (field for field in dir(row) if not field.startswith("_"))
         self.__dict__.update({field: getattr(row, field) for field in fields})
         self.__dict__.update(name=name, dtype="float16", index=-1)
 
@@ -176,7 +177,7 @@ def whole_table() -> tuple[Any, ...]:
 
     built = {row.name: row for row in _C.rows()}
     twins = {name: built.get(name.replace("_f16_", "_bf16_")) for name in manifest_rows()}
-    return tuple(built.get(name) or Twin(name, twin) for name, twin in twins.items() if name in built or twin)
+    return tuple(built.get(name) or Twin(name, row) for name, row in twins.items() if name in built or row)
 
 
 def report_complaints(report: dict[str, Any]) -> list[str]:
@@ -228,26 +229,31 @@ def main(arguments: list[str] | None = None) -> int:
     from cutlass_fmha.cli import output
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("file", nargs="?", type=Path, help="extension, object file or fatbin (default: ours)")
+    parser.add_argument("--rows", default="", metavar="REGEX", help="only kernels in whose name it is found")
+    parser.add_argument("--opcodes", action="store_true", help="list what the main loops of plain rows hold")
     parser.add_argument("--write", action="store_true", help=f"write {REPORT.relative_to(ROOT)}")
     output.add_json(parser)
     options = parser.parse_args(arguments)
     if options.write:
         return write()
+    import mainloop
+
     from cutlass_fmha import _C
 
     rows = {row.name: row for row in (*_C.rows(), *_C.backward_rows(), *_C.helpers())}
-    found: list[dict[str, Any]] = []
-    for kernel in read_kernels(options.file or Path(str(_C.__file__))):
-        row = rows.get(kernel.name)
-        found.append({
-            "kernel": kernel.name, "arch": kernel.arch, "registers": kernel.registers,
-            "shared": kernel.shared + getattr(row, "smem_bytes", 0), "spills": kernel.count("LDL", "STL"),
-            "HMMA": kernel.count("HMMA"), "code": kernel.opcodes.total(),
-            "complaints": complaints(kernel, row) if row else [],
-        })  # fmt: skip
-    lines = [[*map(str, list(each.values())[:-1]), "; ".join(each["complaints"])] for each in found]
-    output.emit(found, [output.Table(list(found[0]) if found else ["kernel"], lines)], options.json)
+    kernels = [kernel for kernel in read_kernels(Path(str(_C.__file__))) if re.search(options.rows, kernel.name)]
+    found: list[dict[str, Any]] = [
+        {"kernel": x.name, "arch": x.arch, "registers": x.registers, "spills": x.count("LDL", "STL")}
+        | {"shared": x.shared + getattr(rows[x.name], "smem_bytes", 0), "code": x.opcodes.total()}
+        | {"HMMA": x.count("HMMA"), "complaints": "; ".join(complaints(x, rows[x.name]))}
+        for x in kernels
+    ]
+    parts: list[str | output.Table] = [
+        output.Table(list(found[0]) if found else ["kernel"], [[*map(str, x.values())] for x in found])
+    ]
+    loops = mainloop.loops_of(kernels, _C.rows()) if options.opcodes else []
+    parts += [f"\n{row.name}: {loop.entry}\n{dict(loop.opcodes.most_common())}" for row, _, loop in loops]
+    output.emit(found, parts, options.json)
     return 1 if any(each["complaints"] for each in found) else 0
 
 

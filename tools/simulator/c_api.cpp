@@ -1,5 +1,5 @@
 // The simulator for programs that bring PTX of their own: what its tests, in Python, load.
-#include "block.h"
+#include "warp.h"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 

@@ -3,35 +3,88 @@
 #include <map>
 #include <ranges>
 #include <set>
+#include <utility>
 
-#include "block.h"
 #include "opcodes.h"
 
 namespace simulator {
 namespace {
 
-constexpr uint32_t kPlace = 64;  // bytes: what alignment Lanes have
-
-/// Cache hints and memory orders of loads and stores, which change nothing where memory is always up to date.
+/// Cache hints and memory orders, which change nothing where memory is always up to date.
 bool is_hint(std::string_view part) {
   static std::set<std::string_view> const hints{"nc", "relaxed", "acquire", "release", "gpu"};
   return part.starts_with("L2::") || hints.contains(part);
 }
 
-/// The name to look up: of loads and stores, without hints; of moves, with how many parts there are on which side.
-std::string lookup_name(Statement const& statement) {
-  std::string const& opcode = statement.opcode;
-  for (size_t side = 0; side < statement.operands.size() && opcode.starts_with("mov.b"); ++side) {
-    Operand const& operand = statement.operands[side];
-    if (operand.kind != Operand::Kind::group) continue;
-    return opcode + (side == 0 ? ".unpack" : ".pack") + std::to_string(operand.parts.size());
+/// What is looked up: without hints; with .b32 for every type of 32 bits where the type changes nothing; moves from and
+/// to {a, b} by names of their own, whose operands are the parts.
+Statement plain(Statement statement) {
+  std::string const whole = std::exchange(statement.opcode, "");
+  for (auto const part : std::views::split(whole, '.')) {
+    std::string_view const text(part.begin(), part.end());
+    if (!is_hint(text)) statement.opcode.append(".").append(text.starts_with("shared::") ? "shared" : text);
   }
-  if (!opcode.starts_with("ld.") && !opcode.starts_with("st.")) return opcode;
-  std::string name = opcode.substr(0, 2);
-  for (auto const part : std::views::split(std::string_view(opcode).substr(3), '.')) {
-    if (std::string_view const text(part.begin(), part.end()); !is_hint(text)) name.append(".").append(text);
+  std::string& opcode = statement.opcode.erase(0, 1);
+  std::string const head = opcode.substr(0, opcode.find('.'));
+  size_t const type = opcode.rfind('.') + 1;
+  if ((head == "ld" || head == "st" || head == "mov" || head == "selp") && opcode[type] != 'p') opcode[type] = 'b';
+  for (size_t side = 0; side < statement.operands.size() && head == "mov"; ++side) {
+    std::vector<Operand> const parts = statement.operands[side].parts;
+    if (parts.empty()) continue;
+    opcode += side == 0 ? ".unpack" : ".pack";
+    auto const at = statement.operands.erase(statement.operands.begin() + static_cast<std::ptrdiff_t>(side));
+    statement.operands.insert(at, parts.begin(), parts.end());
   }
-  return name;
+  return statement;
+}
+
+/// Where lanes that part at a statement meet again: its immediate post-dominator, the first
+/// statement that all paths to the end lead through, or the count of statements for the end. There the compiler has
+/// them meet. By Cooper, Harvey and Kennedy: "A simple, fast dominance algorithm".
+std::vector<uint32_t> find_joins(std::vector<Statement> const& statements) {
+  auto const end = static_cast<uint32_t>(statements.size());
+  std::vector<std::vector<uint32_t>> successors(end + 1), predecessors(end + 1);
+  for (uint32_t i = 0; i < end; ++i) {
+    Statement const& s = statements[i];
+    bool const leaves = s.opcode == "ret" || s.target >= 0;
+    if (leaves) successors[i].push_back(s.target < 0 ? end : static_cast<uint32_t>(s.target));
+    if (!leaves || s.guard >= 0) successors[i].push_back(i + 1);
+    for (uint32_t to : successors[i]) predecessors[to].push_back(i);
+  }
+  // Those from which the end can be reached, each after a path to it: postorder of the reversed graph.
+  std::vector<uint32_t> order, path{end}, position(end + 1);
+  std::vector<bool> seen(end + 1, false);
+  while (!path.empty()) {
+    uint32_t const here = path.back();
+    seen[here] = true;
+    std::vector<uint32_t>& before = predecessors[here];
+    while (!before.empty() && seen[before.back()]) before.pop_back();
+    if (!before.empty()) {
+      path.push_back(before.back());
+      continue;
+    }
+    position[here] = static_cast<uint32_t>(order.size());
+    order.push_back(here);
+    path.pop_back();
+  }
+  std::vector<uint32_t> joins(end + 1, kNowhere);
+  joins[end] = end;
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (auto here = order.rbegin() + 1; here != order.rend(); ++here) {
+      uint32_t found = kNowhere;
+      for (uint32_t other : successors[*here]) {
+        if (joins[other] == kNowhere) continue;
+        if (found == kNowhere) found = other;
+        while (found != other) {
+          uint32_t& lower = position[found] < position[other] ? found : other;
+          lower = joins[lower];
+        }
+      }
+      changed |= std::exchange(joins[*here], found) != found;
+    }
+  }
+  return joins;
 }
 
 class Decoder {
@@ -58,15 +111,14 @@ class Decoder {
 
  private:
   [[noreturn]] void fail(std::string const& what) const {
-    throw Error(entry_.name + ", PTX line " + std::to_string(statement_->line) + ": " + what + " in " +
-                statement_->opcode);
+    throw Error(entry_.name + ", PTX line " + std::to_string(result_.line) + ": " + what + " in " + *opcode_);
   }
 
   // ---- places ------------------------------------------------------------------------------------------------------
 
   uint32_t new_place(int bits) {
     uint32_t const offset = kernel_.register_bytes;
-    kernel_.register_bytes += (static_cast<uint32_t>(bits) / 8 * kLanes + kPlace - 1) / kPlace * kPlace;
+    kernel_.register_bytes += static_cast<uint32_t>(bits) / 8 * kLanes;
     return offset;
   }
 
@@ -118,10 +170,6 @@ class Decoder {
     return found->second;
   }
 
-  uint32_t constant(int bits, uint64_t value) {
-    return given(std::to_string(value), bits, [value](Warp const&, int) { return value; });
-  }
-
   void name_special_registers() {
     auto const thread = [](Warp const& warp, int lane) { return static_cast<uint32_t>(warp.number * kLanes + lane); };
     values_["%tid.x"] = [=](Warp const& w, int lane) { return thread(w, lane) % w.block.launch.block.x; };
@@ -132,24 +180,17 @@ class Decoder {
     values_["%laneid"] = [](Warp const&, int lane) { return static_cast<uint64_t>(lane); };
   }
 
-  uint32_t symbol(std::string const& name, int bits) {
-    auto const found = values_.find(name);
-    if (found == values_.end()) fail("unknown name " + name);
-    return given(name, bits, found->second);
-  }
-
   // ---- statements --------------------------------------------------------------------------------------------------
 
-  Instruction instruction(Statement const& statement) {
-    statement_ = &statement;
+  Instruction instruction(Statement const& written) {
+    Statement const statement = plain(written);
+    opcode_ = &written.opcode;
     result_ = {};
-    operands_ = addresses_used_ = widths_ = 0;
     result_.line = statement.line;
     result_.target = static_cast<uint32_t>(statement.target);
-    if (statement.guard >= 0) {
-      result_.guard = places_[statement.guard] | (statement.guard_negated ? kNegated : 0);
-    }
-    auto const found = Opcodes::all().table.find(lookup_name(statement));
+    operands_ = addresses_ = widths_ = 0;
+    if (statement.guard >= 0) result_.guard = places_[statement.guard] | (statement.guard_negated ? kNegated : 0);
+    auto const found = Opcodes::all().table.find(statement.opcode);
     if (found == Opcodes::all().table.end()) fail("unknown opcode");
     Opcode const& opcode = found->second;
     result_.run = opcode.run;
@@ -170,10 +211,7 @@ class Decoder {
     return result_;
   }
 
-  void push(uint32_t place) {
-    if (operands_ == std::size(result_.operand)) fail("too many registers");
-    result_.operand[operands_++] = place;
-  }
+  void push(uint32_t place) { result_.operand[operands_++] = place; }
 
   void fill(Slot const& slot, Operand const& operand) {
     using Kind = Slot::Kind;
@@ -181,55 +219,49 @@ class Decoder {
     if (slot.kind == Kind::address) return fill_address(operand);
     if (slot.kind != Kind::in && slot.kind != Kind::out) return push(predicate(operand));
     bool const group = operand.kind == Operand::Kind::group;
-    if (static_cast<int>(group ? operand.parts.size() : 1) != slot.elements) fail("a vector of another length");
-    if (group) result_.elements = static_cast<uint32_t>(slot.elements);
     std::vector<Operand> const parts = group ? operand.parts : std::vector{operand};
-    int const bits = slot.any ? width(slot, parts) : slot.bits;
-    for (Operand const& part : parts) push(value(slot, part, bits));
-  }
-
-  /// The width of registers that may have any, which is noted; what is no register has the least.
-  int width(Slot const& slot, std::vector<Operand> const& parts) {
-    int bits = std::max(slot.bits, 16);
-    for (Operand const& part : parts) {
-      if (part.kind == Operand::Kind::reg) bits = entry_.register_bits[part.index];
+    if (static_cast<int>(parts.size()) != slot.elements) fail("a vector of another length");
+    if (group) result_.elements = static_cast<uint32_t>(slot.elements);
+    int bits = slot.bits;
+    if (slot.any) {  // and what is no register has the least
+      bits = std::max(bits, 16);
+      for (Operand const& part : parts)
+        bits = part.kind == Operand::Kind::reg ? entry_.register_bits[part.index] : bits;
+      result_.bits[widths_++] = bits;
     }
-    if (bits < slot.bits || widths_ == std::size(result_.bits)) fail("a register that is too narrow");
-    return result_.bits[widths_++] = bits;
+    for (Operand const& part : parts) push(value(slot.kind == Kind::in, part, bits));
   }
 
-  uint32_t value(Slot const& slot, Operand const& operand, int bits) {
-    bool const reads = slot.kind == Slot::Kind::in, writes = slot.kind == Slot::Kind::out;
+  uint32_t value(bool reads, Operand const& operand, int bits) {
     if (operand.kind == Operand::Kind::reg) {
       if (entry_.register_bits[operand.index] == bits && !operand.negated) return places_[operand.index];
       fail("register " + operand.text + " is not of " + std::to_string(bits) + " bits");
     }
-    if (reads && operand.kind == Operand::Kind::immediate) return constant(bits, operand.bits);
-    if (reads && operand.kind == Operand::Kind::symbol) return symbol(operand.text, bits);
-    if (writes && operand.kind == Operand::Kind::sink) return scratch_;
-    fail("an operand of the wrong kind");
+    if (!reads && operand.kind == Operand::Kind::sink) return scratch_;
+    if (reads && operand.kind == Operand::Kind::immediate) {
+      return given(std::to_string(operand.bits), bits, [value = operand.bits](Warp const&, int) { return value; });
+    }
+    if (!reads || operand.kind != Operand::Kind::symbol) fail("an operand of the wrong kind");
+    auto const found = values_.find(operand.text);
+    if (found == values_.end()) fail("unknown name " + operand.text);
+    return given(operand.text, bits, found->second);
   }
 
   uint32_t predicate(Operand const& operand) {
     if (operand.kind == Operand::Kind::immediate) return operand.bits ? kTrue : kFalse;
     if (operand.kind == Operand::Kind::sink) return kIgnoredPredicate;
-    if (operand.kind != Operand::Kind::reg || entry_.register_bits[operand.index] != 1) {
-      fail("an operand that is no predicate");
-    }
+    bool const right = operand.kind == Operand::Kind::reg && entry_.register_bits[operand.index] == 1;
+    if (!right) fail("an operand that is no predicate");
     return places_[operand.index] | (operand.negated ? kNegated : 0);
   }
 
   void fill_address(Operand const& operand) {
-    bool const has_base = operand.kind == Operand::Kind::address && !operand.parts.empty();
-    if (!has_base || addresses_used_ == std::size(result_.address)) fail("an operand that is no address");
+    if (operand.kind != Operand::Kind::address || operand.parts.empty()) fail("an operand that is no address");
     Operand const& base = operand.parts[0];
-    Address& address = result_.address[addresses_used_++];
-    address.offset = operand.bits;
-    address.wide = base.kind != Operand::Kind::reg || entry_.register_bits[base.index] == 64;
-    address.base = value(in<uint64_t>(), base, address.wide ? 64 : 32);
+    bool const wide = base.kind != Operand::Kind::reg || entry_.register_bits[base.index] == 64;
+    result_.address[addresses_++] = {value(true, base, wide ? 64 : 32), wide, operand.bits};
     if (operand.parts.size() < 2) return;
-    result_.elements = static_cast<uint32_t>(operand.parts[1].parts.size());  // a tensor's coordinates
-    for (Operand const& coordinate : operand.parts[1].parts) push(value(in<int32_t>(), coordinate, 32));
+    for (Operand const& coordinate : operand.parts[1].parts) push(value(true, coordinate, 32));  // of a tensor
   }
 
   Entry const& entry_;
@@ -239,20 +271,27 @@ class Decoder {
   std::map<std::pair<int, std::string>, uint32_t> given_;
   uint32_t const scratch_ = new_place(64);  ///< of results that nobody wants
 
-  Statement const* statement_ = nullptr;  ///< the one at work
+  std::string const* opcode_ = nullptr;  ///< of the statement at work
   Instruction result_;
-  size_t operands_ = 0, addresses_used_ = 0, widths_ = 0;
+  size_t operands_ = 0, addresses_ = 0, widths_ = 0;
 };
 
 }  // namespace
 
-Kernel decode(Module const& module, Entry const& entry) { return Decoder(module, entry).kernel(); }
+Kernel const& Program::kernel(std::string const& name) {
+  std::lock_guard const lock(mutex_);
+  if (auto const found = kernels_.find(name); found != kernels_.end()) return found->second;
+  if (!module_) module_ = parse_ptx(text_);
+  for (Entry const& entry : module_->entries) {
+    if (entry.name == name) return kernels_[name] = Decoder(*module_, entry).kernel();
+  }
+  throw Error("there is no kernel " + name + " in its program's PTX");
+}
 
 Opcodes const& Opcodes::all() {
   static Opcodes const table = [] {
     Opcodes opcodes;
-    for (auto add : {add_arithmetic, add_async_copies, add_barriers, add_bulk_copies, add_conversions, add_exchange,
-                     add_logic, add_matrix, add_memory}) {
+    for (auto add : {add_arithmetic, add_exchange, add_matrix, add_memory}) {
       add(opcodes);
     }
     return opcodes;
@@ -267,18 +306,6 @@ void Opcodes::add(std::vector<std::string> const& names, Instruction::Run run, s
       throw Error("the simulator's table has two opcodes " + name);
     }
   }
-}
-
-Alternatives spell(std::initializer_list<Alternatives> parts) {
-  Alternatives names{""};
-  for (Alternatives const& part : parts) {
-    Alternatives longer;
-    for (std::string const& head : names) {
-      for (std::string const& tail : part) longer.push_back(head + tail);
-    }
-    names = std::move(longer);
-  }
-  return names;
 }
 
 }  // namespace simulator

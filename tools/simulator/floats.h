@@ -27,7 +27,12 @@ inline uint16_t to_bfloat16(float x) {
   return x == x ? static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : uint16_t(0x7fff);
 }
 
-inline float from_float16(uint16_t x) { return _cvtsh_ss(x); }
+/// By a product, of which the compiler makes vector instructions.
+inline float from_float16(uint16_t x) {
+  uint32_t const size = x & 0x7fff, special = size >= 0x7c00 ? 0x7f800000 : 0;
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(std::bit_cast<float>(size << 13) * 0x1p112f) | special |
+                              uint32_t(x & 0x8000) << 16);
+}
 inline uint16_t to_float16(float x) {
   return x == x ? _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC) : uint16_t(0x7fff);
 }

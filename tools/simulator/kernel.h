@@ -1,16 +1,74 @@
-// A kernel ready to run: PTX statements turned into instructions whose operands are places in a warp's register file.
-// Programs, which hold their kernels once they are decoded, and launches.
+// A program's PTX, and its kernels ready to run: statements turned into instructions whose operands are places in a
+// warp's register file.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
-
-#include "ptx.h"
+#include <stdexcept>
+#include <string>
+#include <vector>
 
 namespace simulator {
+
+// ---- PTX text as data: knows the grammar, no opcode ----------------------------------------------------------------
+
+/// What is wrong with a program or with what it does, with the line of PTX where that is known.
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Operand {
+  enum class Kind {
+    reg,        ///< the register with the number index
+    immediate,  ///< bits
+    symbol,     ///< text: a variable, a special register ("%tid.x") or the name of a label
+    address,    ///< [base + bits]: parts has the base, or nothing for an absolute address, and may have coordinates
+    group,      ///< {a, b, ...} in parts
+    sink,       ///< "_": a result that nobody wants
+  };
+  Kind kind = Kind::sink;
+  int index = 0;
+  bool negated = false;  ///< "!%p"
+  bool paired = false;   ///< "%r1|%p1": the second of the two
+  uint64_t bits = 0;     ///< of integers all 64; of 0f... the 32 bits of the float
+  std::string text;
+  std::vector<Operand> parts;
+};
+
+struct Statement {
+  int line = 0;
+  int guard = -1;  ///< the predicate's register; -1 without "@%p"
+  bool guard_negated = false;
+  std::string opcode;  ///< with its modifiers: "add.f32"
+  std::vector<Operand> operands;
+  int target = -1;  ///< of a branch: the statement at its label; the count of statements is the kernel's end
+};
+
+struct Variable {
+  std::string name, space;  ///< space: "shared", "global", "const" or "param"
+  uint64_t alignment = 1, bytes = 0;
+};
+
+struct Entry {
+  std::string name;
+  std::vector<Variable> parameters, variables;  ///< and those of its body, whose names are unique in it
+  std::vector<int> register_bits;               ///< of each register, 1 of a predicate
+  std::vector<Statement> statements;
+};
+
+struct Module {
+  std::vector<Variable> variables;
+  std::vector<Entry> entries;
+};
+
+/// Raises Error, with the line, for text it does not understand.
+Module parse_ptx(std::string const& text);
+
+// ---- kernels that are ready to run ----------------------------------------------------------------------------------
 
 class Warp;
 
@@ -61,19 +119,12 @@ struct Kernel {
   uint32_t dynamic_shared = 0;  ///< address where dynamic shared memory begins: behind the static variables
 };
 
-/// Raises Error for an opcode or an operand that the simulator does not know, with the line.
-Kernel decode(Module const& module, Entry const& entry);
-
-/// For each statement that branches: the statement where the paths of its lanes first meet, or the count of statements
-/// when they only meet at the end. kNowhere for all others.
-std::vector<uint32_t> find_joins(std::vector<Statement> const& statements);
-
 /// One translation unit's PTX, parsed when its first kernel is asked for.
 class Program {
  public:
   explicit Program(std::string text) : text_(std::move(text)) {}
 
-  /// Decoded once, and kept. Raises Error.
+  /// Decoded once, and kept. Raises Error for an opcode or an operand that the simulator does not know, with the line.
   Kernel const& kernel(std::string const& name);
 
  private:

@@ -2,7 +2,6 @@
 // that is not in it is an error, never a guess.
 #pragma once
 
-#include <initializer_list>
 #include <type_traits>
 #include <unordered_map>
 #include <utility>
@@ -54,10 +53,6 @@ struct Opcodes {
   std::unordered_map<std::string, Opcode> table;
 };
 
-/// Every spelling of a name whose parts have alternatives: spell({{"a", "b"}, {"", ".x"}}) is a, a.x, b, b.x.
-using Alternatives = std::vector<std::string>;
-Alternatives spell(std::initializer_list<Alternatives> parts);
-
 /// "u32" and the like.
 template <class T>
 std::string type_name() {
@@ -66,8 +61,7 @@ std::string type_name() {
 
 // Each file of instructions adds its own.
 using Adds = void(Opcodes& opcodes);
-Adds add_arithmetic, add_async_copies, add_barriers, add_bulk_copies, add_conversions, add_exchange, add_logic,
-    add_matrix, add_memory;
+Adds add_arithmetic, add_exchange, add_matrix, add_memory;
 
 // ---- for handlers --------------------------------------------------------------------------------------------------
 
@@ -77,8 +71,6 @@ inline uint64_t address_of(Warp& w, Address const& address, int lane) {
 inline uint32_t shared_address_of(Warp& w, Address const& address, int lane) {
   return static_cast<uint32_t>(address_of(w, address, lane));
 }
-
-inline void do_nothing(Warp&, Instruction const&) {}
 
 /// Adds an opcode whose result is function(operands...), lane by lane. The function's types say how wide they are.
 template <auto function>

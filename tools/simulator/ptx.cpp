@@ -1,8 +1,7 @@
-#include "ptx.h"
+#include "kernel.h"
 
 #include <algorithm>
 #include <cctype>
-#include <map>
 #include <string_view>
 #include <tuple>
 
@@ -12,13 +11,9 @@ namespace {
 struct Token {
   std::string_view text;  ///< empty at the end
   int line;
-
-  bool is_number() const { return !text.empty() && std::isdigit(text[0]); }
 };
 
-bool in_word(char c) {
-  return std::isalnum(static_cast<unsigned char>(c)) || std::string_view("_$%.").find(c) != std::string_view::npos;
-}
+bool in_word(char c) { return std::isalnum(c) || std::string_view("_$%.").find(c) != std::string_view::npos; }
 
 /// Words and numbers keep their dots and double colons: "mbarrier.init.shared::cta.b64" is one. Others are characters.
 std::vector<Token> tokenize(std::string_view text) {
@@ -27,13 +22,10 @@ std::vector<Token> tokenize(std::string_view text) {
   for (size_t begin = 0, end; begin < text.size(); begin = end) {
     end = begin + 1;
     if (text[begin] == '\n') ++line;
-    if (std::isspace(static_cast<unsigned char>(text[begin]))) continue;
-    if (text.substr(begin, 2) == "//") {
-      end = std::min(text.find('\n', begin), text.size());
-      continue;
-    }
-    if (in_word(text[begin])) {
-      while (end < text.size() && (in_word(text[end]) || text.substr(end, 2) == "::")) end += text[end] == ':' ? 2 : 1;
+    if (text.substr(begin, 2) == "//") end = std::min(text.find('\n', begin), text.size());
+    if (std::isspace(text[begin]) || end > begin + 1) continue;
+    while (in_word(text[begin]) && end < text.size() && (in_word(text[end]) || text.substr(end, 2) == "::")) {
+      end += text[end] == ':' ? 2 : 1;
     }
     tokens.push_back({text.substr(begin, end - begin), line});
   }
@@ -41,11 +33,8 @@ std::vector<Token> tokenize(std::string_view text) {
   return tokens;
 }
 
-/// Bits of a type's name: ".b32" has 32, ".pred" 1; 0 when it is no type.
-int type_bits(std::string const& type) {
-  if (type == ".pred") return 1;
-  return type.find_first_of("busf") == 1 && type.find_first_of("0123456789") == 2 ? std::stoi(type.substr(2)) : 0;
-}
+/// Bits of a type's name: ".b32" has 32, ".pred" 1.
+int type_bits(std::string const& type) { return type == ".pred" ? 1 : std::stoi(type.substr(2)); }
 
 class Parser {
  public:
@@ -66,21 +55,15 @@ class Parser {
     return std::string(tokens_[position_++].text);
   }
   bool at(char const* text) const { return peek().text == text; }
+  bool at_number() const { return at("-") || (!at("") && std::isdigit(peek().text[0])); }
   bool accept(char const* text) { return at(text) ? (++position_, true) : false; }
   void expect(char const* text) {
     if (!accept(text)) fail(std::string("expected \"") + text + "\"");
   }
-  std::string word() {
-    if (at("") || !in_word(peek().text[0]) || peek().is_number()) fail("expected a name");
-    return next();
-  }
   uint64_t integer() {
     bool const negative = accept("-");
-    if (!peek().is_number()) fail("expected a number");
     std::string const text = next();
-    size_t used = 0;
-    uint64_t const value = std::stoull(text.starts_with("0f") ? "0x" + text.substr(2) : text, &used, 0);
-    if (used != text.size()) fail("did not understand the number " + text + " before");
+    uint64_t const value = std::stoull(text.starts_with("0f") ? "0x" + text.substr(2) : text, nullptr, 0);
     return negative ? 0 - value : value;
   }
 
@@ -103,14 +86,13 @@ class Parser {
     Variable result;
     result.space = next().substr(1);
     while (peek().text.starts_with('.')) {
-      std::string const attribute = next();
-      if (attribute == ".align") {
+      if (accept(".align")) {
         result.alignment = integer();
-      } else if (!(result.bytes = static_cast<uint64_t>(type_bits(attribute) / 8))) {
-        fail("unknown attribute " + attribute + " before");
+      } else {
+        result.bytes = static_cast<uint64_t>(type_bits(next()) / 8);
       }
     }
-    result.name = word();
+    result.name = next();
     result.alignment = std::max(result.alignment, result.bytes);
     while (accept("[")) {
       result.bytes *= at("]") ? 0 : integer();  // none: of dynamic shared memory
@@ -124,7 +106,7 @@ class Parser {
   void entry() {
     entry_ = &module_.entries.emplace_back();
     registers_.clear(), labels_.clear(), parents_.clear(), open_branches_.clear();
-    entry_->name = word();
+    entry_->name = next();
     expect("(");
     while (!accept(")")) {
       entry_->parameters.push_back(variable());
@@ -155,7 +137,7 @@ class Parser {
       } else if (at(".pragma")) {
         while (next() != ";") continue;
       } else if (peek(1).text == ":") {
-        labels_[{self, word()}] = static_cast<int>(entry_->statements.size());
+        labels_[{self, next()}] = static_cast<int>(entry_->statements.size());
         expect(":");
       } else {
         statement(self);
@@ -164,14 +146,13 @@ class Parser {
   }
 
   void registers(int scope) {
-    int const bits = type_bits(word());
-    if (!bits) fail("unknown type of a register before");
+    int const bits = type_bits(next());
     auto const declare = [&](std::string const& name) {
       registers_[{scope, name}] = static_cast<int>(entry_->register_bits.size());
       entry_->register_bits.push_back(bits);
     };
     do {
-      std::string const name = word();
+      std::string const name = next();
       if (accept("<")) {
         for (uint64_t i = 0, count = integer(); i < count; ++i) declare(name + std::to_string(i));
         expect(">");
@@ -187,10 +168,9 @@ class Parser {
     s.line = peek().line;
     if (accept("@")) {
       s.guard_negated = accept("!");
-      s.guard = find(registers_, word(), scope);
-      if (s.guard < 0) fail("the guard is no register before");
+      s.guard = find(registers_, next(), scope);
     }
-    s.opcode = word();
+    s.opcode = next();
     if (!at(";")) {
       do {
         s.operands.push_back(operand(scope));
@@ -202,7 +182,6 @@ class Parser {
     }
     expect(";");
     if (s.opcode == "bra" || s.opcode == "bra.uni") {
-      if (s.operands.size() != 1) fail("a branch has one target; this is before");
       open_branches_.push_back({entry_->statements.size(), scope, s.operands[0].text});
       s.operands.clear();
     }
@@ -220,12 +199,12 @@ class Parser {
       address(result, scope);
     } else if (accept("_")) {
       result.kind = Operand::Kind::sink;
-    } else if (peek().is_number() || at("-")) {
+    } else if (at_number()) {
       result.kind = Operand::Kind::immediate;
       result.bits = integer();
     } else {
       result.negated = accept("!");
-      result.text = word();
+      result.text = next();
       result.index = find(registers_, result.text, scope);
       result.kind = result.index < 0 ? Operand::Kind::symbol : Operand::Kind::reg;
     }
@@ -235,7 +214,7 @@ class Parser {
   void address(Operand& result, int scope) {
     result.kind = Operand::Kind::address;
     do {
-      if (peek().is_number() || at("-")) {
+      if (at_number()) {
         result.bits += integer();
       } else {
         result.parts.push_back(operand(scope));

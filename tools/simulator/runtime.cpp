@@ -9,7 +9,7 @@
 #include <cstring>
 #include <utility>
 
-#include "block.h"
+#include "warp.h"
 
 namespace simulator {
 namespace {
@@ -30,21 +30,14 @@ struct Function {
   int dynamic_shared_limit = 48 * 1024;
 };
 
-struct Registry {
-  std::mutex mutex;
-  std::vector<std::unique_ptr<Program>> programs;
-  std::map<void const*, Function> functions;  ///< by the address of nvcc's host function
-};
-
-Registry& registry() {
-  static Registry* const instance = new Registry;  // never destroyed: programs are unregistered at the very end
-  return *instance;
+/// By the address of nvcc's host function. Neither these nor their programs are ever destroyed.
+std::map<void const*, Function>& functions() {
+  static auto* const all = new std::map<void const*, Function>;
+  return *all;
 }
 
 cudaError_t launch(void const* host_function, dim3 grid, dim3 block, void** arguments, size_t dynamic_shared) {
-  auto const found = registry().functions.find(host_function);
-  if (found == registry().functions.end()) return result(cudaErrorInvalidDeviceFunction);
-  Function& function = found->second;
+  Function const& function = functions().at(host_function);
   uint64_t const threads = uint64_t(block.x) * block.y * block.z, blocks = uint64_t(grid.x) * grid.y * grid.z;
   if (threads == 0 || threads > 1024 || blocks == 0) return result(cudaErrorInvalidConfiguration);
   if (dynamic_shared > static_cast<size_t>(function.dynamic_shared_limit)) return result(cudaErrorInvalidValue);
@@ -78,16 +71,11 @@ std::string ptx_of(void const* fatbin_data) {
 
 // ---- what nvcc's host code calls -----------------------------------------------------------------------------------
 
-using simulator::registry;
-
 extern "C" {
 
 void** __cudaRegisterFatBinary(void* wrapper) {
-  auto program =
-      std::make_unique<simulator::Program>(simulator::ptx_of(static_cast<__fatBinC_Wrapper_t*>(wrapper)->data));
-  std::lock_guard const lock(registry().mutex);
-  registry().programs.push_back(std::move(program));
-  return reinterpret_cast<void**>(registry().programs.back().get());
+  auto const* const data = static_cast<__fatBinC_Wrapper_t*>(wrapper)->data;
+  return reinterpret_cast<void**>(new simulator::Program(simulator::ptx_of(data)));
 }
 
 void __cudaRegisterFatBinaryEnd(void**) {}
@@ -96,10 +84,7 @@ char __cudaInitModule(void**) { return 1; }
 
 void __cudaRegisterFunction(void** program, char const* host_function, char*, char const* name, int, uint3*, uint3*,
                             dim3*, dim3*, int*) {
-  std::lock_guard const lock(registry().mutex);
-  simulator::Function& function = registry().functions[host_function];
-  function.program = reinterpret_cast<simulator::Program*>(program);
-  function.name = name;
+  simulator::functions()[host_function] = {reinterpret_cast<simulator::Program*>(program), name};
 }
 
 // Constant and global variables that the host doesn't touch.
@@ -122,17 +107,11 @@ cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const* config, void const* fu
 }
 
 cudaError_t cudaFuncSetAttribute(void const* function, cudaFuncAttribute attribute, int value) {
-  std::lock_guard const lock(registry().mutex);
-  auto const found = registry().functions.find(function);
-  if (found == registry().functions.end()) return simulator::result(cudaErrorInvalidDeviceFunction);
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   cudaDeviceProp device;
   cudaGetDeviceProperties(&device, 0);
-  if (value < 0 || static_cast<size_t>(value) > device.sharedMemPerBlockOptin) {
-    return simulator::result(cudaErrorInvalidValue);
-  }
-  found->second.dynamic_shared_limit = value;
-  return cudaSuccess;
+  if (static_cast<size_t>(value) > device.sharedMemPerBlockOptin) return simulator::result(cudaErrorInvalidValue);
+  return simulator::functions().at(function).dynamic_shared_limit = value, cudaSuccess;
 }
 
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
