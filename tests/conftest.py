@@ -1,7 +1,4 @@
-"""Options, the parity report, and the rule that GPU tests without a GPU are a failure, not a skip.
-
-What a test recorded is among the properties of its report, which pytest-xdist brings to the process that writes.
-"""
+"""The parity report, and the rule that GPU tests without a GPU are a failure, not a skip."""
 
 from __future__ import annotations
 
@@ -30,22 +27,14 @@ REPORT = pytest.StashKey[ParityReport]()
 LEFT_OUT = pytest.StashKey[int]()
 TMA_TESTS = "test_parity_tma.py"
 #: Of a gate, the tests that take minutes.
-SLOWEST = re.compile(r"::test_(listed_problems|memory_of_whatever_contents_becomes_gradients)\[widebwd|\[compiled")
+SLOWEST = re.compile(r"::test_listed_problems\[widebwd|\[compiled")
 BYTES_OF_MUCH = 2**34  # at most half of that lies between the strides that don't fit an int
 WRITTEN = pytest.StashKey[str]()
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # the tests of tools/ import them by name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("cutlass_fmha")
-    group.addoption(
-        "--parity-examples",
-        type=int,
-        default=int(os.environ.get("CUTLASS_FMHA_PARITY_EXAMPLES", "30")),
-        metavar="N",
-        help="problems that hypothesis draws for each row (default 30); --hypothesis-seed repeats them",
-    )
-    group.addoption("--parity-report", type=Path, metavar="DIR", help="write the report as JSON")
+    parser.addoption("--parity-report", type=Path, metavar="DIR", help="write the report as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,22 +52,16 @@ def pytest_configure(config: pytest.Config) -> None:
     checks = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
     patient: dict[str, Any] = {"deadline": None, "suppress_health_check": checks, "print_blob": True}
     hypothesis.settings.register_profile("fmha", **patient)
-    examples = config.getoption("--parity-examples")
-    hypothesis.settings.register_profile("parity", **patient, database=None, max_examples=examples)
+    hypothesis.settings.register_profile("parity", **patient, database=None, max_examples=30)
     hypothesis.settings.load_profile("fmha")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out the tests of a kind of row that the rows under test don't have. Named on the command line,
     the file is collected all the same, and fails."""
-    return (collection_path.name == TMA_TESTS and without_tma() is not None) or None
-
-
-def without_tma() -> str | None:
-    """Why those tests are left out; None when they aren't."""
     import gpu
 
-    return gpu.without_tma()
+    return (collection_path.name == TMA_TESTS and gpu.without_tma() is not None) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -101,26 +84,19 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
         item.config.stash[LEFT_OUT] += item.get_closest_marker("gpu") is not None
 
 
-def partial(session: pytest.Session) -> str | None:
-    """Why the collected tests are not the whole gate, in one sentence; None when they are."""
-    if left_out := session.config.stash[LEFT_OUT]:
-        return f"{left_out} of the GPU tests are left out"
-    files = {path.name for path in Path(__file__).parent.glob("test_parity*.py")}
-    without = {TMA_TESTS} if without_tma() else set()
-    if absent := sorted(files - without - {item.path.name for item in session.items}):
-        return f"nothing of {' and '.join(absent)} is run"
-    return None
-
-
 def refusal(session: pytest.Session) -> str | None:
     """Why the collected tests must not run, in one sentence; None when they may."""
+    import gpu
+
     reporting = session.config.getoption("--parity-report") is not None
     if not any(item.get_closest_marker("gpu") for item in session.items):
         return "--parity-report needs the GPU tests: add -m gpu" if reporting else None
-    if reporting and (reason := partial(session)) is not None:
-        return f"a parity report is of the whole gate: {reason}"
-    import gpu
-
+    if reporting and (left_out := session.config.stash[LEFT_OUT]):
+        return f"a parity report is of the whole gate: {left_out} of the GPU tests are left out"
+    files = {path.name for path in Path(__file__).parent.glob("test_parity*.py")}
+    files -= {item.path.name for item in session.items} | ({TMA_TESTS} if gpu.without_tma() else set())
+    if reporting and files:
+        return f"a parity report is of the whole gate: nothing of {' and '.join(sorted(files))} is run"
     if (reason := gpu.unusable()) is not None:
         return f"GPU tests can't run: {reason}"
     if reporting and gpu.simulated():
@@ -194,22 +170,14 @@ def hermetic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def much_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For tests that take gigabytes: as many at a time as the GPU has room for, whichever workers they are in; what
-    one took is given back."""
+    """For tests that take gigabytes: as many workers at a time as the GPU has room for; what one took is given back."""
     import torch
 
     places = max(1, torch.cuda.mem_get_info()[1] // BYTES_OF_MUCH)
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % places
     # A worker's directory is one of several in that of the run.
-    locks = [(tmp_path_factory.getbasetemp().parent / f"much-memory-{i}").open("w") for i in range(places)]
-    with contextlib.ExitStack() as stack:
-        for lock in locks:
-            stack.enter_context(lock)
-        for lock in locks:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-        else:
-            fcntl.flock(locks[os.getpid() % places], fcntl.LOCK_EX)
+    with (tmp_path_factory.getbasetemp().parent / f"much-memory-{number}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
         torch.cuda.empty_cache()
 
@@ -221,10 +189,8 @@ def machine_code(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.
 
     from cutlass_fmha import _C
 
-    if not is_worker(pytestconfig):
-        return read_kernels(Path(_C.__file__))
-    # A worker's directory is one of several in that of the run.
-    file = tmp_path_factory.getbasetemp().parent / "machine-code.pickle"
+    own = tmp_path_factory.getbasetemp()
+    file = (own.parent if is_worker(pytestconfig) else own) / "machine-code.pickle"  # in the run's, of all workers
     with file.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not file.exists():
@@ -258,7 +224,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.getoption("markexpr") == "gpu" and (reason := without_tma()) is not None:
+    import gpu
+
+    if config.getoption("markexpr") == "gpu" and (reason := gpu.without_tma()) is not None:
         terminalreporter.write_line(f"{TMA_TESTS} is left out: {reason}")
     if (line := config.stash.get(WRITTEN, None)) is not None:
         terminalreporter.write_line(line)

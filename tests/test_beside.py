@@ -14,22 +14,34 @@ from tensors import ints, randn
 from torch import Tensor
 from torch.autograd import gradcheck
 
-import cutlass_fmha
 from cutlass_fmha import _C, attention, explain_swiglu_mlp, geglu, rms_norm, silu_and_mul, swiglu, swiglu_mlp
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.launch import helpers
+from cutlass_fmha.qk_norm_rope import qk_norm_rope
+from cutlass_fmha.rotary import rotary_qk
 
 OPS = torch.ops.cutlass_fmha
 X, W = torch.randn(2, 3, 8), torch.randn(8)
 RSTD = torch.ones(2, 3)
 UP, DOWN = torch.randn(12, 8), torch.randn(5, 6)
+COS, SIN = (f(torch.outer(torch.arange(20.0), 100.0 ** -(torch.arange(6) / 6))) for f in (torch.cos, torch.sin))
+Q, K = randn(1, 3, 2, 16, dtype=torch.float64), randn(1, 3, 1, 16, dtype=torch.float64, seed=1)
+WEIGHTS = (randn(16, dtype=torch.float64, seed=2), randn(16, dtype=torch.float64, seed=3))
+SAID: tuple[dict[str, Any], ...] = (
+    {"cos": COS, "sin": SIN, "offsets": ints(3)},
+    {"inv_freq": torch.rand(8), "interleaved": True, "positions": ints(9, 0, 17).view(1, 3)},
+)
 
 
 def double(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64).requires_grad_()
+
+
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    return [x.clone().requires_grad_() for x in tensors]
 
 
 WIDE = torch.empty(2, 3, 1, 1, 9)
@@ -92,7 +104,8 @@ def test_no_second_derivative_and_no_forward_mode():
     """Of no op with a kernel for its gradient; test_torch_func.py asks torch.func for them."""
     x, up, down = double(3, 4), double(6, 4), double(5, 3)
     of_mlp = functools.partial(swiglu_mlp, w_gate_up=up, w_down=down, recompute=True)
-    for call in (rms_norm, silu_and_mul, of_mlp, lambda x: attention(*3 * [x[None, None]])):
+    heads = (lambda x: attention(*3 * [x[None, None]]), lambda x: qk_norm_rope(*2 * [x[None, None]])[0])
+    for call in (rms_norm, silu_and_mul, of_mlp, *heads):
         (once,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
         with pytest.raises(NotImplementedError, match="can be differentiated once"):
             once.sum().backward()
@@ -102,55 +115,30 @@ def test_no_second_derivative_and_no_forward_mode():
 
 def test_gradients_where_little_is_asked_or_given():
     """test_parity_beside.py has all others beside fp64."""
-    x, residual = double(2, 3, 6), double(2, 3, 6)
-    assert gradcheck(lambda x, r: rms_norm(x, residual=r)[1], (x, residual)), "the sum alone"
-    assert gradcheck(lambda x, r: rms_norm(x, residual=r)[0], (x, residual)), "the output alone"
+    both = double(2, 3, 6), double(2, 3, 6)
+    for n in (0, 1):  # the output alone, the sum alone
+        assert gradcheck(lambda x, r, n=n: rms_norm(x, residual=r)[n], both)
     for call in (rms_norm, silu_and_mul):  # a sum's gradient is expanded, and so it stays without rows
-        assert torch.autograd.grad(call(x[:0]).sum(), x)[0].abs().max() == 0
+        assert torch.autograd.grad(call(both[0][:0]).sum(), both[0])[0].abs().max() == 0
 
 
 def test_nothing_is_kept_but_what_the_guide_says():
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        swiglu_mlp(torch.randn(16, 8).requires_grad_(), UP.clone().requires_grad_(), DOWN, recompute=True)
+        swiglu_mlp(*leaves(torch.randn(16, 8), UP, DOWN), recompute=True)
     assert kept and (16, 6) not in {tuple(t.shape) for t in kept}
 
 
-def test_ops_agree_with_their_schemas():
-    x, weight = X.clone().requires_grad_(), W.clone().requires_grad_()
-    check = torch.library.opcheck
-    check(OPS.rms_norm.default, (x, weight, weight, x, 1e-6, 1.0, None))
-    check(OPS.rms_norm.default, (X, None, None, None, 1e-6, 0.0, torch.bfloat16, True))
-    check(OPS.rms_norm_out.default, (X, W, None, X, torch.empty_like(X), torch.empty_like(X), 1e-6, 0.0))
-    check(OPS.rms_norm_backward.default, (X, X, X, W, W, RSTD, 1.0, [True, False]))
-    for gate, up in ((x, x), (x, None)):
-        check(OPS.gated.default, (gate, up, "silu"))
-    check(OPS.gated_out.default, (X, None, torch.empty(2, 3, 4), "gelu"))
-    check(OPS.gated_backward.default, (X[..., :4], X, None, "gelu_tanh", True))
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_block_is_compiled_whole(recompute: bool):
-    def block(x: Tensor, weight: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-        normed, total = rms_norm(x, weight, residual=x * 2)
-        return total[..., :5] + swiglu_mlp(normed, w_gate_up, w_down, recompute=recompute)
-
-    given = [t.clone().requires_grad_() for t in (X, W, UP, DOWN)]
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows in (3, 2):
-        inputs = [given[0][:, :rows], *given[1:]]
-        found, expected = compiled(*inputs), block(*inputs)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(*(torch.autograd.grad(out.sum(), given) for out in (found, expected)))
-
-
-def test_autocast_leaves_rows_alone_and_casts_products():
-    weights, half, w = [t.clone().requires_grad_() for t in (UP, DOWN)], X.bfloat16(), W.bfloat16()
+def test_autocast_leaves_rows_alone_and_casts_products_and_what_is_new_to_a_cache():
+    weights, half, w = leaves(UP, DOWN), X.bfloat16(), W.bfloat16()
+    caches = dict(zip(("k_cache", "v_cache"), torch.zeros(2, 1, 16, 1, 16, dtype=torch.bfloat16), strict=True))
+    said = {"cos": COS.half(), "sin": SIN.half(), **caches, "cache_seqlens": 3}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert rms_norm(X, W).dtype == swiglu(X, half).dtype == torch.float32
         mixed = rms_norm(half, w, residual=X)
         torch.testing.assert_close(mixed, rms_norm(half.float(), w.float(), residual=X))
         found = [swiglu_mlp(X, *weights, recompute=recompute) for recompute in (False, True)]
+        assert qk_norm_rope(Q.float(), K.bfloat16(), K.bfloat16(), **said)[0].dtype == torch.bfloat16
     assert found[0].dtype == torch.bfloat16 and torch.equal(*found)
     for out in found:
         assert {x.dtype for x in torch.autograd.grad(out.float().sum(), weights)} == {torch.float32}
@@ -160,68 +148,67 @@ def test_explain_says_what_runs_and_why():
     text = explain_swiglu_mlp(X, UP, DOWN)
     assert text.count("\n") == 3 and "one product [6, 8] x [8, 12] by torch's CPU library" in text
     assert "0.58 to 0.84" in text and "not measured" in text
-    assert cutlass_fmha.explain_swiglu_mlp is explain_swiglu_mlp
 
 
-# ---- queries and keys together -----------------------------------------------------------------------------
-
-COS, SIN = (f(torch.outer(torch.arange(20.0), 100.0 ** -(torch.arange(6) / 6))) for f in (torch.cos, torch.sin))
-Q, K = randn(1, 3, 2, 16, dtype=torch.float64), randn(1, 3, 1, 16, dtype=torch.float64, seed=1)
-WEIGHTS = (randn(16, dtype=torch.float64, seed=2), randn(16, dtype=torch.float64, seed=3))
-SAID: tuple[dict[str, Any], ...] = (
-    {"cos": COS, "sin": SIN, "offsets": ints(3)},
-    {"inv_freq": torch.rand(8), "interleaved": True, "positions": ints(9, 0, 17).view(1, 3)},
-)
-
-
-def leaves(*tensors: Tensor) -> list[Tensor]:
-    return [x.clone().requires_grad_() for x in tensors]
-
-
-@pytest.mark.parametrize("said", SAID, ids=("table", "inv_freq"))
-def test_gradients_of_queries_and_keys(said: dict[str, Any]):
+def test_rotations_have_gradients_of_every_order():
     """test_parity_rope.py has those of norms beside fp64."""
-    rotated, given = functools.partial(cutlass_fmha.rotary_qk, **said), leaves(Q, K, *WEIGHTS)
-    assert gradcheck(rotated, given[:2]) and torch.autograd.gradgradcheck(rotated, given[:2])
-    out, _ = cutlass_fmha.qk_norm_rope(*given[:2], None, *given[2:], weight_offset=1.0, **said)
-    (dq,) = torch.autograd.grad(out.square().sum(), given[:1], create_graph=True)
-    with pytest.raises(NotImplementedError, match="qk_norm_rope can be differentiated once"):
-        dq.sum().backward()
+    for said in SAID:
+        rotated = functools.partial(rotary_qk, **said)
+        assert gradcheck(rotated, leaves(Q, K)) and torch.autograd.gradgradcheck(rotated, leaves(Q, K))
 
 
-@pytest.mark.parametrize("said", SAID, ids=("table", "inv_freq"))
-def test_ops_on_queries_and_keys_agree_with_their_schemas(said: dict[str, Any]):
-    check = torch.library.opcheck
-    check(OPS.rotary_qk.default, leaves(Q, K), said)
-    check(OPS.rotary_qk_.default, (Q.clone(), K.clone()), said)
-    check(OPS.qk_norm_rope.default, leaves(Q, K, *WEIGHTS), said)
-    check(OPS.qk_norm_rope_backward.default, (Q, K, Q, K, *WEIGHTS), said)
+def test_ops_agree_with_their_schemas():
+    x, weight = leaves(X, W)
     caches = torch.zeros(2, 1, 16, 1, 16, dtype=torch.float64).unbind(0)
-    check(OPS.qk_norm_rope_append_.default, (*caches, Q, K, K, ints(3), *WEIGHTS), said)
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        ("rms_norm", (x, weight, weight, x, 1e-6, 1.0, None), {}),
+        ("rms_norm", (X, None, None, None, 1e-6, 0.0, torch.bfloat16, True), {}),
+        ("rms_norm_out", (X, W, None, X, torch.empty_like(X), torch.empty_like(X), 1e-6, 0.0), {}),
+        ("rms_norm_backward", (X, X, X, W, W, RSTD, 1.0, [True, False]), {}),
+        *(("gated", (x, up, "silu"), {}) for up in (x, None)),
+        ("gated_out", (X, None, torch.empty(2, 3, 4), "gelu"), {}),
+        ("gated_backward", (X[..., :4], X, None, "gelu_tanh", True), {}),
+    ]
+    for said in SAID:
+        calls += [
+            ("rotary_qk", tuple(leaves(Q, K)), said),
+            ("rotary_qk_", (Q.clone(), K.clone()), said),
+            ("qk_norm_rope", tuple(leaves(Q, K, *WEIGHTS)), said),
+            ("qk_norm_rope_backward", (Q, K, Q, K, *WEIGHTS), said),
+            ("qk_norm_rope_append_", (*caches, Q, K, K, ints(3), *WEIGHTS), said),
+        ]
+    for name, given, said in calls:
+        torch.library.opcheck(getattr(OPS, name).default, given, said)
 
 
-def test_queries_and_keys_are_compiled_whole():
-    def call(q: Tensor, k: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = cutlass_fmha.qk_norm_rope(q, k, None, *weights, **SAID[0])
-        return cutlass_fmha.rotary_qk(q, k, inv_freq=SAID[1]["inv_freq"], offsets=2)
-
-    results = []
-    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        given = leaves(Q, K, *WEIGHTS)
-        found = function(*given)
-        results.append((*found, *torch.autograd.grad(sum(x.square().sum() for x in found), given)))
-    torch.testing.assert_close(*results)
+def mlp(recompute: bool, x: Tensor, weight: Tensor, w_gate_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
+    normed, total = rms_norm(x, weight, residual=x * 2)
+    return (total[..., :5] + swiglu_mlp(normed, w_gate_up, w_down, recompute=recompute),)
 
 
-def test_autocast_casts_what_is_new_to_the_cache():
-    k_cache, v_cache = torch.zeros(2, 1, 16, 1, 16, dtype=torch.bfloat16)
-    given = {"cos": COS.half(), "sin": SIN.half(), "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": 3}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, _ = cutlass_fmha.qk_norm_rope(Q.float(), K.bfloat16(), K.bfloat16(), **given)
-    assert out.dtype == torch.bfloat16
+def turned(q: Tensor, k: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    q, k = qk_norm_rope(q, k, None, *weights, **SAID[0])
+    return rotary_qk(q, k, inv_freq=SAID[1]["inv_freq"], offsets=2)
 
 
-# ---- from tensors to kernels: which there are, what they are told and refuse -------------------------------
+BLOCKS = {
+    "mlp": (functools.partial(mlp, False), (X, W, UP, DOWN)),
+    "recomputed": (functools.partial(mlp, True), (X, W, UP, DOWN)),
+    "heads": (turned, (Q, K, *WEIGHTS)),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_is_compiled_whole(name: str):
+    block, given = BLOCKS[name]
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=name != "heads" or None)
+    for rows in (3, 2):
+        inputs = leaves(*(x[:, :rows] if x.dim() > 2 else x for x in given))
+        found, expected = compiled(*inputs), block(*inputs)
+        torch.testing.assert_close(found, expected)
+        sums = (sum(x.square().sum() for x in outputs) for outputs in (found, expected))
+        torch.testing.assert_close(*(torch.autograd.grad(total, inputs) for total in sums))
+
 
 WITH_FLOAT32 = (
     "combine", "merge", "append", "rotary", "rope", "rope_backward", "rope_weights", "gated",
@@ -267,91 +254,77 @@ def test_a_devices_kernels_are_its_rows_or_it_is_refused(monkeypatch: pytest.Mon
         helpers._arch(0)
 
 
-def row_of(family: str) -> int:
-    return next((row.index for row in _C.helpers() if row.family == family), 0)
+NESTED = {"rotary": _C.Rotary, "query": _C.RotaryParams}
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "value", "message"),
-    [
-        (_C.MergeParams, "batch", -1, r"batch must be between 0 and 536870912, got -1"),
-        (_C.MergeParams, "seqlen_q", 2**29 + 1, "seqlen_q must be between"),
-        (_C.MergeParams, "head_dim_v", -8, "head_dim_v must be between"),
-        (_C.MergeParams, "o_stride", (-1, 0, 0), "o_stride must be between"),
-        (_C.AppendParams, "capacity", 2**30, "capacity must be between"),
-        (_C.Rotary, "positions", -1, "positions must be between"),
-        (_C.CombineParams, "splits", 65, "splits must be between 1 and 64, got 65"),
-        (_C.CombineParams, "splits", 0, "splits must be between 1 and 64, got 0"),
-        (_C.CombineParams, "head_dim_v", 257, "head_dim_v must be between 1 and 256, got 257"),
-        (_C.RmsNormParams, "dim", 65537, "dim must be between 1 and 65536, got 65537"),
-        (_C.RmsNormParams, "eps", float("inf"), "eps must be a finite float, got inf"),
-        (_C.RmsNormParams, "out_type", "int8", "out_type is none of those that there are: int8"),
-        (_C.GatedParams, "activation", "relu", "activation is none of those that there are: relu"),
-    ],
-)
-def test_sizes_are_checked(make: Any, name: str, value: Any, message: str):
-    with pytest.raises(ValueError, match=message):
-        setattr(make(), name, value)
-
-
-@pytest.mark.parametrize("dim", [7, 18])
-def test_rotary_tables_are_checked(dim: int):
-    for params, family in ((_C.RotaryParams(), "rotary"), (_C.AppendParams(), "append")):
-        table = _C.Rotary()
-        table.cos, table.sin, table.dim = 4096, 4096, dim
-        params.head_dim, params.rotary = 16, table  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match=f"rotary dim must be even and at most head_dim 16, got {dim}"):
-            _C.run(row_of(family), params, 0, 0)  # type: ignore[arg-type]
-
-
-def test_append_is_checked():
-    for query, table, sentence in (
-        (4096, 0, "a query is rotated: it needs a rotary"),
-        (0, 4096, "page_table needs page_size"),
-    ):
-        p, rotated = _C.AppendParams(), _C.RotaryParams()
-        rotated.x, rotated.batch, rotated.seqlen, rotated.num_heads = query, 1, 1, 1
-        p.query, p.page_table = rotated, table
-        with pytest.raises(ValueError, match=sentence):
-            _C.run(row_of("append"), p, 0, 0)
-
-
-def rows_of(params: Any, *addresses: str) -> Any:
-    params.sizes, params.dim = (1, 2, 3), 8
-    for name in addresses:
-        setattr(params, name, 4096)
+def told(params: Any, fields: dict[str, Any]) -> Any:
+    for name, value in fields.items():
+        setattr(params, name, told(NESTED[name](), value) if isinstance(value, dict) else value)
     return params
 
 
-BACKWARD = rows_of(_C.RmsNormBackwardParams(), "x", "dout", "rstd", "dx", "dweight")
+def launch(family: str, fields: dict[str, Any], of: str = "") -> None:
+    """A row of its own family, or of another, with parameters of the family."""
+    params = told(getattr(_C, f"{family.title().replace('_', '')}Params")(), fields)
+    row = next((row.index for row in _C.helpers() if row.family == (of or family)), 0)
+    _C.run(row, params, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("family", "params", "message"),
-    [
-        ("rms_norm", rows_of(_C.RmsNormParams(), "x"), "x and out must be addresses"),
-        ("rms_norm", rows_of(_C.RmsNormParams(), "x", "out", "sum"), "residual and sum go together"),
-        ("rms_norm_backward", BACKWARD, "dweight needs parts, and partial for them"),
-        ("gated", rows_of(_C.GatedParams(), "gate", "out"), "gate, up and out must be addresses"),
-        ("gated_backward", rows_of(_C.GatedBackwardParams(), "gate", "up"), "dgate and dup must be address"),
+def rows(*addresses: str) -> dict[str, Any]:
+    return {"sizes": (1, 2, 3), "dim": 8, **dict.fromkeys(addresses, 4096)}
+
+
+BEYOND: tuple[dict[str, Any], str] = ({"sizes": (2**20, 2**20, 1), "dim": 8}, "at most 2147483647 rows can be taken")
+TURNS = [({"head_dim": 16, "rotary": {"cos": 4096, "sin": 4096, "dim": n}}, f"head_dim 16, got {n}") for n in (7, 18)]
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "merge": [
+        ({"batch": -1}, "batch must be between 0 and 536870912, got -1"),
+        ({"seqlen_q": 2**29 + 1}, "seqlen_q must be between"),
+        ({"head_dim_v": -8}, "head_dim_v must be between"),
+        ({"o_stride": (-1, 0, 0)}, "o_stride must be between"),
     ],
-)
-def test_rows_are_checked(family: str, params: Any, message: str):
-    with pytest.raises(ValueError, match=message):
-        _C.run(row_of(family), params, 0, 0)
-    params.sizes = (2**20, 2**20, 1)
-    with pytest.raises(ValueError, match="at most 2147483647 rows can be taken"):
-        _C.run(row_of(family), params, 0, 0)
+    "append": [
+        ({"capacity": 2**30}, "capacity must be between"),
+        ({"query": {"x": 4096, "batch": 1, "seqlen": 1, "num_heads": 1}}, "a query is rotated: it needs a rotary"),
+        ({"page_table": 4096}, "page_table needs page_size"),
+        *TURNS,
+    ],
+    "rotary": [({"rotary": {"positions": -1}}, "positions must be between"), *TURNS],
+    "combine": [
+        ({"splits": 65}, "splits must be between 1 and 64, got 65"),
+        ({"splits": 0}, "splits must be between 1 and 64, got 0"),
+        ({"head_dim_v": 257}, "head_dim_v must be between 1 and 256, got 257"),
+    ],
+    "rms_norm": [
+        ({"dim": 65537}, "dim must be between 1 and 65536, got 65537"),
+        ({"eps": float("inf")}, "eps must be a finite float, got inf"),
+        ({"out_type": "int8"}, "out_type is none of those that there are: int8"),
+        (rows("x"), "x and out must be addresses"),
+        (rows("x", "out", "sum"), "residual and sum go together"),
+        BEYOND,
+    ],
+    "rms_norm_backward": [
+        (rows("x", "dout", "rstd", "dx", "dweight"), "dweight needs parts, and partial for them"),
+        BEYOND,
+    ],
+    "gated": [
+        ({"activation": "relu"}, "activation is none of those that there are: relu"),
+        (rows("gate", "out"), "gate, up and out must be addresses"),
+        BEYOND,
+    ],
+    "gated_backward": [(rows("gate", "up"), "dgate and dup must be address"), BEYOND],
+}
 
 
-def test_a_launch_without_rows_needs_no_gpu_and_one_without_cuda_says_so():
-    own = ("combine", "merge", "append", "rotary", "rms_norm", "rms_norm_backward", "gated", "gated_backward")
-    for family in own:
-        params = getattr(_C, f"{family.title().replace('_', '')}Params")()
-        if _C.build_info()["cuda"]:
-            _C.run(row_of(family), params, 0, 0)
-            with pytest.raises(ValueError, match=f"is of family merge_tail.* parameters of family {family}"):
-                _C.run(row_of("merge_tail"), params, 0, 0)
-        else:
-            with pytest.raises(RuntimeError, match="CUTLASS_FMHA_CUDA=OFF"):
-                _C.run(0, params, 0, 0)
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_a_kernel_is_told_is_checked_and_without_rows_it_needs_no_gpu(family: str):
+    for fields, message in REFUSED[family]:
+        with pytest.raises(ValueError, match=message):
+            launch(family, fields)
+    if _C.build_info()["cuda"]:
+        launch(family, {})
+        with pytest.raises(ValueError, match=f"is of family merge_tail.* parameters of family {family}"):
+            launch(family, {}, "merge_tail")
+    else:
+        with pytest.raises(RuntimeError, match="CUTLASS_FMHA_CUDA=OFF"):
+            launch(family, {})

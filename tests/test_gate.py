@@ -9,6 +9,7 @@ import os
 import pkgutil
 import re
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from launches import Launch
 from listed_problems import GROUPS
 from oracle import Errors
 from parity_report import ParityReport
-from problems import Problem, problems
+from problems import REPORTED, Problem, problems
 
 BUILD = make_build((89,))
 ROWS = [row for row in BUILD.rows if row.takes_features and row.dtype == "float16"]
@@ -61,10 +62,8 @@ def test_drawn_problems_are_of_every_kind():
         assert eval(str(problem)) == problem  # what is printed can be run again
 
     draw()
-    scores = {"window", "mask", "bias", "prefix", "blocks", "softcap", "alibi", "sinks", "dropout", "splits"}
-    lengths = {"packed_q", "packed_k", "used_q", "used_k", "leftpad", "page_size", "indexed", "pack"}
-    kinds = {"top-left", "bottom-right", "other head_dim_v", "odd head dim", "grouped heads", "scale"}
-    assert scores | lengths | kinds <= seen
+    kinds = {"splits", "top-left", "bottom-right", "other head_dim_v", "odd head dim", "grouped heads", "scale"}
+    assert kinds | set(REPORTED) <= seen
 
 
 #: A field that a kernel forgets, and a problem that shows it.
@@ -82,48 +81,43 @@ FORGOTTEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORGOTTEN)
-def test_a_kernel_that_forgets_a_field_is_noticed(kernels: FakeKernels, name: str):
-    launch = Launch.of(ROW, FORGOTTEN[name], "cpu")
-    launch.check()
-    setattr(launch.plan, name, -1 if name.startswith("window") else type(getattr(launch.plan, name))(0))
-    launch.run()
-    with pytest.raises(AssertionError):
-        launch.errors().check()
-
-
-def test_outputs_that_nobody_writes_and_stray_writes_are_noticed(kernels: FakeKernels):
+def test_a_field_that_a_kernel_forgets_outputs_that_nobody_writes_and_stray_writes_are_noticed(kernels: FakeKernels):
+    for name, problem in FORGOTTEN.items():
+        launch = Launch.of(ROW, problem, "cpu")
+        launch.check()
+        setattr(launch.plan, name, -1 if name.startswith("window") else type(getattr(launch.plan, name))(0))
+        launch.run()
+        with pytest.raises(AssertionError):
+            launch.errors().check()
     launch = Launch.of(ROW, Problem(packed_q=True, out_layout="padded"), "cpu")
     with pytest.raises(AssertionError):
         launch.errors().check()
     launch.check()
-    first, row = launch.out.view.storage_offset(), launch.out.view.shape[-1]
-    for beside in (-1, row, launch.out.view.stride(0) * len(launch.out.view)):
-        intact = launch.out.buffer.clone()
-        launch.out.buffer[first + beside] = 0.0
+    view, intact = launch.out.view, launch.out.buffer.clone()
+    for beside in (-1, view.shape[-1], view.stride(0) * len(view)):
+        launch.out.buffer[view.storage_offset() + beside] = 0.0
         with pytest.raises(AssertionError, match="wrote outside its outputs"):
             launch.check()
         launch.out.buffer.copy_(intact)
-        launch.check()
 
-
-# ---- long runs ---------------------------------------------------------------------------------------------
 
 ALONE = ("--processes", "1", "--longest", "60")
 
 
-def test_a_long_run_counts_what_it_drew(kernels: FakeKernels, tmp_path, capsys):
-    said = [*ALONE, "--problems", "60", "--report", str(tmp_path), "--seed", "3"]
-    assert parity_run.main(said) == 0
-    (path,) = tmp_path.glob("*.json")
-    content = json.loads(path.read_text())
-    assert content["passed"] and content["problems"] == 60 == sum(content["rows"].values())
+def reports(directory: Path, said: list[str]) -> tuple[int, dict[str, Any]]:
+    """What a run returned, and the newest report."""
+    status = parity_run.main([*ALONE, "--report", str(directory), *said])
+    path = max(directory.glob("*.json"), key=os.path.getmtime)
+    assert str(directory) not in path.read_text()
+    return status, json.loads(path.read_text())
+
+
+def test_a_long_run_counts_what_it_drew(kernels: FakeKernels, tmp_path):
+    (status, content), (_, again) = (reports(tmp_path, ["--problems", "60", "--seed", "3"]) for _ in range(2))
+    assert status == 0 and content["passed"] and content["problems"] == 60 == sum(content["rows"].values())
     assert set(content["rows"]) == {row.name for row in ROWS}
     assert content["features"]["splits"] > 5 and 0 < content["worst_ratio"] <= 1
-    assert str(tmp_path) not in path.read_text()
-    assert parity_run.main(said) == 0
     assert "CUTLASS_FMHA_SIMULATOR_SEED" not in os.environ  # which whoever runs next would get
-    again = json.loads(path.read_text())
     assert (again["features"], again["rows"]) == (content["features"], content["rows"])
 
 
@@ -159,15 +153,14 @@ FAULTS: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("op", FAULTS)
 def test_a_fault_beside_attention_ends_a_run(kernels: FakeKernels, monkeypatch, tmp_path, capsys, op: str):
-    said = [*ALONE, "--beside", "--rows", f"^{op}$", "--problems", "60", "--seed", "3"]
-    assert parity_run.main([*said, "--report", str(tmp_path)]) == 0
-    content = json.loads(next(tmp_path.glob("*-beside-3.json")).read_text())
-    assert content["passed"] and content["rows"] == {op: 60} and content["ratios"][op] <= 1
+    said = ["--beside", "--rows", f"^{op}$", "--problems", "60", "--seed", "3"]
+    status, content = reports(tmp_path, said)
+    assert status == 0 and content["passed"] and content["rows"] == {op: 60} and content["ratios"][op] <= 1
     assert not torch.are_deterministic_algorithms_enabled()
     name, wrong = FAULTS[op]
     with monkeypatch.context() as planted:
         planted.setattr(name, wrong(pkgutil.resolve_name(name)))
-        assert parity_run.main(said) == 1
+        assert parity_run.main([*ALONE, *said]) == 1
         line = shlex.split(capsys.readouterr().err.splitlines()[-1])
         assert line[:2] == ["python", "tools/parity_run.py"] and parity_run.main(line[2:]) == 1
     assert parity_run.main(line[2:]) == 0
@@ -177,15 +170,12 @@ def test_a_run_that_its_time_ends_has_not_passed(kernels: FakeKernels, monkeypat
     now = itertools.count(0.0, 0.5)
     clock = SimpleNamespace(time=lambda: next(now), perf_counter=lambda: 0.0)
     monkeypatch.setattr(parity_run, "time", clock)
-    said = (*ALONE, "--problems", "60", "--report", str(tmp_path))
-    assert parity_run.main([*said, "--seconds", "5"]) == 1
-    (path,) = tmp_path.glob("*.json")
-    content = json.loads(path.read_text())
-    assert (content["passed"], content["problems"], content["wanted"]) == (False, 9, 60)
+    status, content = reports(tmp_path, ["--problems", "60", "--seconds", "5"])
+    assert (status, content["passed"], content["problems"], content["wanted"]) == (1, False, 9, 60)
     assert "not whole: 9 of 60 problems ran" in capsys.readouterr().err
     monkeypatch.setattr(gpu, "backward_rows", list)
     monkeypatch.setattr(parity_run, "rows_named", lambda *_: ROWS)
-    parity_run.main([*said, "--gradients", "--seconds", "0"])
+    reports(tmp_path, ["--gradients", "--seconds", "0"])
     assert len(list(tmp_path.glob("*.json"))) == 2  # neither report takes the other's place
 
 

@@ -1,8 +1,6 @@
 """The gate in several processes: the report is what one process would write, and nothing lost goes unnoticed.
 
-A small gate is run in a directory of its own: the real conftest.py and parity_report.py beside tests and a GPU that are
-made up, and a torch that is empty, so that processes start at once.
-"""
+The real conftest.py and parity_report.py beside tests, a GPU and a torch that are made up: processes start at once."""
 
 from __future__ import annotations
 
@@ -139,48 +137,41 @@ def test_workers_write_the_report_that_one_process_writes(gate: Path):
     assert found[1]["rows"]["two"] == {"problems": 12, **errors, "worst_problem": "problem 11"}
 
 
-def test_a_worker_that_crashes_fails_the_gate(gate: Path):
-    assert run(gate, CRASH="one5")[0] != 0
-    content = report(gate)
-    assert content["passed"] is False and content["tests"] == {"passed": 31, "failed": 1}
-    assert [row["problems"] for row in content["rows"].values()] == [11, 12], "nothing else is lost"
-
-
-def test_a_wrong_row_a_skip_and_a_row_without_a_test_fail_the_gate(gate: Path):
-    status, output = run(gate, WRONG="two3")
-    content = report(gate)
-    assert (status, content["passed"], content["tests"]) == (1, False, {"passed": 31, "failed": 1})
-    assert "two: problem 3: too far off" in output
-    assert content["rows"]["two"]["worst_problem"] == "problem 3"
-    status, _ = run(gate, SKIP="two3")
-    assert (status, report(gate)["passed"]) == (1, False)
-    status, output = run(gate, ROWS="one two three")
-    assert (status, report(gate)["rows_missing"]) == (1, ["three"])
-    assert "rows that nothing covered: three" in output
+WHOLE = "a parity report is of the whole gate"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "sentence"),
+    ("arguments", "asked", "tests", "problems", "sentence"),
     [
-        (["-k", "far"], {}, "a parity report is of the whole gate: 24 of the GPU tests are left out"),
-        (["test_parity.py"], {}, "parity report is of the whole gate: nothing of test_parity_far.py is run"),
-        ([], {"UNUSABLE": "there is none"}, "GPU tests can't run: there is none"),
-        ([], {"OTHER_SOURCES": "the day before"}, "parity report would be of other sources: the day before"),
-        (["-m", "not gpu"], {}, "--parity-report needs the GPU tests: add -m gpu"),
+        ([], {"CRASH": "one5"}, {"passed": 31, "failed": 1}, [11, 12], "1 failed"),  # nothing else is lost
+        ([], {"WRONG": "two3"}, {"passed": 31, "failed": 1}, [12, 12], "two: problem 3: too far off"),
+        ([], {"SKIP": "two3"}, {"passed": 31, "skipped": 1}, [12, 11], "1 skipped"),
+        ([], {"ROWS": "one two three"}, {"passed": 32}, [12, 12], "rows that nothing covered: three"),
+        (["-k", "far"], {}, {}, [], f"{WHOLE}: 24 of the GPU tests are left out"),
+        (["test_parity.py"], {}, {}, [], f"{WHOLE}: nothing of test_parity_far.py is run"),
+        ([], {"UNUSABLE": "there is none"}, {}, [], "GPU tests can't run: there is none"),
+        ([], {"OTHER_SOURCES": "yesterday"}, {}, [], "a parity report would be of other sources: yesterday"),
+        (["-m", "not gpu"], {}, {}, [], "--parity-report needs the GPU tests: add -m gpu"),
     ],
 )
-def test_workers_refuse_what_one_process_refuses(gate: Path, arguments: list, environment: dict, sentence: str):
-    status, output = run(gate, *arguments, **environment)
-    assert (status, sentence in output) == (1, True), output
-    assert not (gate / "report").exists()
+def test_what_fails_the_gate(gate: Path, arguments: list, asked: dict, tests: dict, problems: list[int], sentence: str):
+    status, output = run(gate, *arguments, **asked)
+    assert status == 1 and sentence in output, output
+    assert (gate / "report").exists() == bool(tests)
+    if tests:
+        content = report(gate)
+        assert (content["passed"], content["tests"]) == (False, tests)
+        assert [row["problems"] for row in content["rows"].values()] == problems
+        assert (content["rows_missing"] == ["three"]) == ("ROWS" in asked)
+        assert (content["rows"]["two"]["worst_problem"] == "problem 3") == ("WRONG" in asked)
 
 
 @pytest.mark.parametrize("slow", [0, 3, 9])
 def test_shares_of_a_gate_begin_with_its_slowest_tests(slow: int):
     names = [f"test_any.py::test_{n}" for n in range(60)]
-    names += [f"test_parity_backward.py::test_listed_problems[widebwd_{n}]" for n in range(slow)]
+    names += [f"test_parity_features.py::test_listed_problems[widebwd_{n}]" for n in range(slow)]
     found = [item.nodeid for item in conftest.spread([SimpleNamespace(nodeid=name) for name in names], 4)]
     assert sorted(found) == sorted(names)
-    firsts = [place for place, name in enumerate(found) if "widebwd" in name]
     each = len(names) // 4
-    assert [place % each for place in firsts] == [n for share in range(4) for n in range(len(range(share, slow, 4)))]
+    places = [place % each for place, name in enumerate(found) if "widebwd" in name]
+    assert places == [n for share in range(4) for n in range(len(range(share, slow, 4)))]

@@ -27,9 +27,7 @@ from torch.utils._python_dispatch import BaseTorchDispatchMode
 import cutlass_fmha
 from cutlass_fmha import attention, private_torch
 from cutlass_fmha.launch import plan
-from cutlass_fmha.ops import attend as attend_op
 from cutlass_fmha.ops import dispatcher
-from cutlass_fmha.ops import forward as forward_op
 
 # Of torch's own making: what its compiler and its forward-mode derivatives use inside.
 pytestmark = [
@@ -66,16 +64,6 @@ CALLS: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-# ---- what torch expects of an op ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("op", "module"), [(forward, forward_op), (attend, attend_op)])
-def test_the_schema_is_functional_and_of_fixed_arity(op: Any, module: Any):
-    schema = op.default._schema
-    assert str(schema) == f"cutlass_fmha::{module.SCHEMA}"
-    assert not schema.is_mutable
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck_passes(name: str):
     inputs, features = CALLS[name]
@@ -84,19 +72,15 @@ def test_opcheck_passes(name: str):
         torch.library.opcheck(op.default, (*inputs, 0.3, causal, return_lse, None), features)
 
 
-def test_slopes_that_want_a_gradient_are_refused():
+def test_slopes_that_want_a_gradient_and_forward_mode_are_refused():
     """bad_calls.py has the leaf."""
-    given, leaf = qkv(), torch.ones(4, requires_grad=True)
-    for slopes in (leaf, leaf * 2):
+    (q, k, v), slopes, bias = qkv(dtype=torch.float32), torch.ones(4, requires_grad=True), torch.zeros(65)
+    for each in (slopes, slopes * 2):
         with pytest.raises(NotImplementedError, match=NO_BACKWARD):
-            attention(*given, alibi_slopes=slopes)
+            attention(q, k, v, alibi_slopes=each)
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
-                assert attention(*given, alibi_slopes=slopes).grad_fn is None
-
-
-def test_forward_mode_is_refused():
-    (q, k, v), bias = qkv(dtype=torch.float32), torch.zeros(65)
+                assert attention(q, k, v, alibi_slopes=each).grad_fn is None
     with forward_ad.dual_level():
         attention(q, k, v)  # nothing dual about it
         for said in ({"k": forward_ad.make_dual(k, k)}, {"k": k, "bias": forward_ad.make_dual(bias, bias)}):
@@ -104,30 +88,25 @@ def test_forward_mode_is_refused():
                 attention(q, v=v, **said)
 
 
-# ---- compiling ---------------------------------------------------------------------------------------------
-
-
 def compiled(function: Any, backend: str = "aot_eager", dynamic: bool | None = True) -> tuple[Any, Any]:
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=counter), counter
 
 
-@pytest.mark.parametrize("op", ["forward", "attend"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compile_takes_the_whole_graph_with_dynamic_shapes(op: str, backend: str):
-    def block(q, k, v, mask, slopes, sinks):
-        scores = {"bias": slopes[:, None, None] * 2, "alibi_slopes": slopes, "sinks": sinks, "softcap": 3.0}
-        said = {**scores, "mask": mask, "window": (20, None)} if op == "attend" else {}
-        out, lse = attention(q + 1, k, v, causal=True, **said, return_lse=True)
-        return out * 2, lse
+def scored(q, k, v, slopes, sinks, **said):
+    scores = {"bias": slopes[:, None, None] * 2, "alibi_slopes": slopes, "sinks": sinks, "softcap": 3.0}
+    out, lse = attention(q + 1, k, v, causal=True, **scores, **said, return_lse=True)
+    return out * 2, lse
 
-    function, counter = compiled(block, backend)
-    # All sizes of the first call differ: torch takes equal ones for the same variable.
-    for seed, (batch, seqlen_q, seqlen_k) in enumerate([(5, 33, 65), (3, 17, 40), (7, 50, 51)]):
-        given = qkv(batch, seqlen_q, seqlen_k, seed=seed, head_dim_v=24 if op == "attend" else 0)
-        given += (torch.randn(batch, 1, seqlen_q, seqlen_k) > -1, torch.rand(4), torch.randn(4))
-        torch.testing.assert_close(function(*given), block(*given))
-    assert counter.frame_count == 1  # one graph for all lengths
+
+def scored_operands(number: int, head_dim_v: int = 0) -> tuple[Tensor, ...]:
+    sizes = [(5, 33, 65), (3, 17, 40), (7, 50, 51)][number]
+    return *qkv(*sizes, seed=number, head_dim_v=head_dim_v), torch.rand(4), torch.randn(4)
+
+
+def masked_operands(number: int) -> tuple[Tensor, ...]:
+    q, k, *others = scored_operands(number, 24)
+    return torch.randn(len(q), 1, q.shape[1], k.shape[1]) > -1, q, k, *others
 
 
 def packed_operands(number: int) -> tuple[Tensor, ...]:
@@ -143,19 +122,27 @@ def paged_operands(number: int) -> tuple[Tensor, ...]:
     return q, *(x[0].reshape(batch * pages, 16, 2, 32) for x in kv), table, used
 
 
-# As above, the sizes of the first call differ: a batch of 2 has 3 starts, and there are 4 heads.
-@pytest.mark.parametrize(("call", "operands"), [
-    (lambda q, k, v, cu_q, cu_k: attention(
+# All sizes of a first call differ: torch takes equal ones for the same variable. A batch of 2 has 3 starts.
+GRAPHS: dict[str, tuple[Any, Any]] = {
+    "forward": (scored, scored_operands),
+    "attend": (lambda mask, *given: scored(*given, mask=mask, window=(20, None)), masked_operands),
+    "packed": (lambda q, k, v, cu_q, cu_k: attention(
         q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True, return_lse=True), packed_operands),
-    (lambda q, k, v, table, used: attention(
+    "paged": (lambda q, k, v, table, used: attention(
         q, k, v, page_table=table, seqused_k=used, causal=True, num_splits=4), paged_operands),
-])  # fmt: skip
-def test_compile_takes_lengths_and_pages_with_dynamic_shapes(call: Any, operands: Any):
-    function, counter = compiled(call)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "aot_eager") for name in GRAPHS), ("forward", "inductor"), ("attend", "inductor")]
+)
+def test_compile_takes_the_whole_graph_with_dynamic_shapes(name: str, backend: str):
+    call, operands = GRAPHS[name]
+    function, counter = compiled(call, backend)
     for number in range(3):
         given = operands(number)
         torch.testing.assert_close(function(*given), call(*given))
-    assert counter.frame_count == 1
+    assert counter.frame_count == 1  # one graph for all lengths
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -232,7 +219,10 @@ def test_export_keeps_the_op(op: str, strict: bool):
     torch.testing.assert_close(program.module()(*other), Block()(*other))
 
 
-# ---- to the kernels ----------------------------------------------------------------------------------------
+class Watching(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert not any(isinstance(x, LooksLikeCuda) for x in args), "the mode saw what was asked"
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -241,24 +231,15 @@ def cuda_like(monkeypatch):
     return [x.as_subclass(LooksLikeCuda) for x in qkv(dtype=torch.float32)]
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_plain_tensors_are_needed(cuda_like, which: int):
-    def skips(other: object) -> bool:
-        return dispatcher.can_skip_dispatcher(*cuda_like[:which], other, *cuda_like[which + 1 :])
-
-    x, leaf = qkv()[0], cuda_like[which].detach().requires_grad_()
-    negative = torch._neg_view(cuda_like[which])
-    assert negative.is_neg()
-    assert not any(map(skips, (None, 3, x, torch.nn.Parameter(x), x.to("meta"), leaf, negative)))
-    with torch.no_grad():
-        assert skips(leaf)
-
-
-def test_the_dispatcher_is_skipped_only_where_nothing_listens(cuda_like):
-    class FunctionMode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            assert not any(x is y for x in args for y in cuda_like), "the mode saw what was asked"
-            return func(*args, **(kwargs or {}))
+def test_the_dispatcher_is_skipped_only_for_plain_tensors_and_where_nothing_listens(cuda_like):
+    x = qkv()[0]
+    for which, own in enumerate(cuda_like):
+        leaf = own.detach().requires_grad_()
+        others = [None, 3, x, torch.nn.Parameter(x), x.to("meta"), torch._neg_view(own), leaf]
+        asked = [(*cuda_like[:which], other, *cuda_like[which + 1 :]) for other in others]
+        assert not any(dispatcher.can_skip_dispatcher(*tensors) for tensors in asked)
+        with torch.no_grad():
+            assert dispatcher.can_skip_dispatcher(*asked[-1])
 
     answers = []
 
@@ -267,7 +248,7 @@ def test_the_dispatcher_is_skipped_only_where_nothing_listens(cuda_like):
         return x * 1
 
     x = torch.ones(2)
-    for listener in (BaseTorchDispatchMode, FunctionMode, torch.profiler.profile, forward_ad.dual_level):
+    for listener in (BaseTorchDispatchMode, Watching, torch.profiler.profile, forward_ad.dual_level):
         with listener():
             ask(x)
     torch.func.vmap(ask)(x)

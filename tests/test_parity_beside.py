@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -11,28 +12,13 @@ import test_parity_helpers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from operands import poison
 from oracle_beside import Gated, Mlp, RmsNorm
-from test_parity_helpers import DTYPES, backend, by_dtype, drawn, kernels_only, randn  # noqa: F401
-from torch import Tensor
+from test_parity_helpers import DTYPES, backend, by_dtype, drawn, kernels_only, laid_out, randn  # noqa: F401
 
 from cutlass_fmha.gates import geglu, gelu_and_mul, silu_and_mul, swiglu, swiglu_mlp
 from cutlass_fmha.norm import rms_norm
 
 OPS = torch.ops.cutlass_fmha
-
-
-def placed(x: Tensor, how: str) -> Tensor:
-    """The same numbers amid NaN: "packed", rows apart by 16 bytes ("padded"), or by elements ("odd"), or with
-    the first two dimensions the other way round ("swapped")."""
-    if how == "swapped" and x.dim() > 2:
-        return placed(x.transpose(0, 1), "packed").transpose(0, 1)
-    before, after = {"padded": (16, 16), "odd": (1, 2)}.get(how, (16, 0))
-    wide = (*x.shape[:-1], before + x.shape[-1] + after)
-    if how == "packed" or how == "swapped":
-        return poison(x.dtype, 16 + x.numel(), x.device)[16:].view(x.shape).copy_(x)
-    view = poison(x.dtype, math.prod(wide), x.device).view(wide)[..., before : before + x.shape[-1]]
-    return view.copy_(x)
 
 
 HOW = ("packed", "padded", "odd", "swapped")
@@ -46,14 +32,14 @@ def run_norm(
     biased: bool = False, summed: bool = False, out_dtype: torch.dtype | None = None, seed: int = 0, **options: Any,
 ) -> None:  # fmt: skip
     """One call and its gradients, against the oracle."""
-    x, residual = (placed(randn(*shape, dtype=dtype, seed=seed + n), how).requires_grad_() for n in (0, 1))
+    x, residual = (laid_out(randn(*shape, dtype=dtype, seed=seed + n), how).requires_grad_() for n in (0, 1))
     asked = ((2, weighted), (3, weighted if biased else None))
     factors = [dt and randn(shape[-1], dtype=dt, seed=seed + n).requires_grad_() for n, dt in asked]
     given = residual if summed else None
     found = rms_norm(x, *factors, residual=given, out_dtype=out_dtype, **options)
     results = list(found) if summed else [found]
     assert results[0].dtype == (out_dtype or dtype) and results[0].is_contiguous()
-    grads = [placed(randn(*shape, dtype=t.dtype, seed=seed + n), how) for n, t in enumerate(results, 4)]
+    grads = [laid_out(randn(*shape, dtype=t.dtype, seed=seed + n), how) for n, t in enumerate(results, 4)]
     eps, offset = options.get("eps", 1e-6), options.get("weight_offset", 0.0)
     expected = RmsNorm(x.detach(), *factors, given, eps, offset, grads[0], grads[1] if summed else None)
     expected.out.check(results[0])
@@ -67,47 +53,36 @@ def run_norm(
         each.check(gradient)
 
 
-# ---- RMSNorm -----------------------------------------------------------------------------------------------
-
-#: Lanes of a part of a warp, a warp, several; 1 to 8 vectors; rows that are read twice; odd ones.
-DIMS = (1, 7, 8, 40, 64, 128, 520, 1000, 1024, 2056, 4096, 8192, 8200, 16384, 20001, 65536)
+#: Lanes of a part of a warp, a warp, several; 1 to 8 vectors; rows that are read twice; odd ones. Several rows of each
+#: group of lanes, and the last groups without one; partial sums of all blocks.
+SHAPES = [(3, n) for n in (1, 7, 8, 40, 64, 128, 520, 1000, 1024, 2056, 4096, 8192, 8200, 16384, 20001, 65536)]
+SHAPES += [(301, 64), (37, 1536)]
 
 
 @by_dtype
-@pytest.mark.parametrize("dim", DIMS)
-def test_rms_norm(dim: int, dtype: torch.dtype):
-    run_norm((3, dim), dtype, weighted=dtype)
-    run_norm((2, dim), dtype, weighted=torch.float32 if dtype != torch.float64 else dtype, summed=True)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype):
+    run_norm(shape, dtype, weighted=dtype)
+    run_norm(shape, dtype, weighted=torch.float32 if dtype != torch.float64 else dtype, summed=True)
 
 
 @by_dtype
 @pytest.mark.parametrize("how", HOW)
 def test_rms_norm_from_any_layout(how: str, dtype: torch.dtype):
-    for shape in ((3, 5, 64), (2, 3, 2, 96), (2, 3, 1, 2, 40), (24,)):
-        run_norm(shape, dtype, how, weighted=dtype, biased=True, summed=True, weight_offset=1.0)
-
-
-@by_dtype
-def test_rms_norm_of_many_rows(dtype: torch.dtype):
-    """Several rows of each group of lanes, and the last groups without one; partial sums of all blocks."""
-    run_norm((301, 64), dtype, weighted=dtype)
-    run_norm((37, 1536), dtype, weighted=dtype, summed=True)
-
-
-@by_dtype
-def test_rms_norm_into_another_dtype(dtype: torch.dtype):
-    others = DTYPES if dtype == torch.float32 else (dtype, torch.float32)
-    for out_dtype in others if dtype != torch.float64 else ():
-        run_norm((5, 1000), dtype, weighted=torch.float32, out_dtype=out_dtype, biased=True)
-        run_norm((5, 36), dtype, "odd", out_dtype=out_dtype)
+    """And into any dtype."""
+    others = {torch.float32: DTYPES, torch.float64: (None,)}.get(dtype, (None, torch.float32))
+    for shape, out_dtype in itertools.product(((3, 5, 64), (2, 3, 2, 96), (2, 3, 1, 2, 40), (24,), (5, 1000)), others):
+        said = {"weighted": dtype, "biased": True, "summed": True, "weight_offset": 1.0}
+        run_norm(shape, dtype, how, out_dtype=out_dtype, **said)
 
 
 @kernels_only
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rms_norm_of_large_launches(dtype: torch.dtype):
+def test_large_launches(dtype: torch.dtype):
     """From 4 MiB on: a block has several rows, and reads ahead."""
     for dim in (64, 768):
         run_norm((2**22 // (dim * dtype.itemsize) + 1, dim), dtype, weighted=dtype, summed=dim == 768)
+    run_gated((2**22 // (704 * dtype.itemsize) + 1, 704), dtype, "silu")
 
 
 @st.composite
@@ -123,23 +98,17 @@ def norms(draw: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@drawn
-@given(norms())
-def test_rms_norm_of_anything(backend: str, p: dict[str, Any]):  # noqa: F811
-    run_norm(**p)
-
-
 @by_dtype
-def test_rms_norm_writes_where_it_is_told(dtype: torch.dtype):
+def test_results_are_written_where_they_are_told(dtype: torch.dtype):
     x, residual, weight = (randn(*s, dtype=dtype, seed=n) for n, s in enumerate(((3, 4, 72), (3, 4, 72), (72,))))
-    out, total = (placed(torch.zeros_like(x), how) for how in ("padded", "odd"))
+    out, total = (laid_out(torch.zeros_like(x), how) for how in ("padded", "odd"))
     plain = rms_norm(x, weight, residual=residual)
     found = rms_norm(x, weight, residual=residual, out=(out, total))
-    assert found[0] is out and found[1] is total
-    for one, other in zip(found, plain, strict=True):
-        torch.testing.assert_close(one, other)
-    assert torch.equal(total, plain[1])
+    assert found[0] is out and found[1] is total and torch.equal(total, plain[1])
+    torch.testing.assert_close(found, plain)
     assert torch.equal(rms_norm(x, weight, out=torch.empty_like(x)), rms_norm(x, weight))
+    half = laid_out(torch.zeros_like(x[..., :36]), "odd")
+    assert silu_and_mul(x, out=half) is half and torch.equal(half, silu_and_mul(x))
 
 
 @kernels_only
@@ -158,8 +127,6 @@ def test_rms_norm_of_extremes(dtype: torch.dtype):
     assert out[3].isnan().sum() == 1 and (out[3] == 0).sum() == 63
 
 
-# ---- gated units -------------------------------------------------------------------------------------------
-
 UNITS = {
     "silu": (swiglu, silu_and_mul),
     "gelu": (geglu, gelu_and_mul),
@@ -170,9 +137,9 @@ UNITS = {
 def run_gated(shape: tuple[int, ...], dtype: torch.dtype, name: str, how: str = "packed", seed: int = 0) -> None:
     """Both forms of a unit and their gradients, the product in the same pass too."""
     dim = shape[-1]
-    x = placed(4 * randn(*shape[:-1], 2 * dim, dtype=dtype, seed=seed), how).requires_grad_()
-    gate, up = (placed(t, how).requires_grad_() for t in x.detach().chunk(2, -1))
-    dout = placed(randn(*shape, dtype=dtype, seed=seed + 1), how)
+    x = laid_out(4 * randn(*shape[:-1], 2 * dim, dtype=dtype, seed=seed), how).requires_grad_()
+    gate, up = (laid_out(t, how).requires_grad_() for t in x.detach().chunk(2, -1))
+    dout = laid_out(randn(*shape, dtype=dtype, seed=seed + 1), how)
     expected = Gated(gate, up, name, dout)
     apart, packed = UNITS[name]
     for out, inputs in ((apart(gate, up), (gate, up)), (packed(x), (x,))):
@@ -196,12 +163,6 @@ def test_gated(how: str, name: str, dtype: torch.dtype):
 
 
 @kernels_only
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gated_of_large_launches(dtype: torch.dtype):
-    run_gated((2**22 // (704 * dtype.itemsize) + 1, 704), dtype, "silu")
-
-
-@kernels_only
 @pytest.mark.skipif(gpu.simulated(), reason="gigabytes")
 @pytest.mark.parametrize(("rows", "dtype"), [(2**17, torch.float16), (2**17 + 8, torch.float32)], ids=str)
 def test_gated_of_more_bytes_than_an_int_counts(rows: int, dtype: torch.dtype, much_memory: None):
@@ -221,19 +182,6 @@ def units() -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({"shape": shapes(300), **kinds, "seed": SEEDS})
 
 
-@drawn
-@given(units())
-def test_gated_of_anything(backend: str, p: dict[str, Any]):  # noqa: F811
-    run_gated(**p)
-
-
-@by_dtype
-def test_gated_writes_where_it_is_told(dtype: torch.dtype):
-    x = randn(3, 4, 144, dtype=dtype)
-    out = placed(torch.zeros(3, 4, 72, dtype=dtype, device=x.device), "odd")
-    assert silu_and_mul(x, out=out) is out and torch.equal(out, silu_and_mul(x))
-
-
 @by_dtype
 def test_gated_of_extremes(dtype: torch.dtype):
     gate = torch.tensor([0.0, -60000.0, 60000.0, -800.0, math.nan], dtype=dtype, device=test_parity_helpers.DEVICE)
@@ -242,9 +190,6 @@ def test_gated_of_extremes(dtype: torch.dtype):
         assert out[:2].tolist() == [0.0, 0.0] and out[2] == gate[2] and out[3] == 0 and out[4].isnan(), name
         dgate, dup, _ = OPS.gated_backward(torch.ones_like(gate), gate, torch.ones_like(gate), name)
         assert dgate[[1, 2, 3]].tolist() == [0.0, 1.0, 0.0] and dup[3] == 0, name
-
-
-# ---- the MLP -----------------------------------------------------------------------------------------------
 
 
 def run_mlp(shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype, recompute: bool, seed: int = 0):
@@ -266,13 +211,9 @@ def mlps() -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({"shape": shapes(96), "dims": st.tuples(*[st.integers(1, 64)] * 2), **kinds})
 
 
-@by_dtype
-def test_swiglu_mlp(dtype: torch.dtype):
-    for recompute in (False, True):
-        run_mlp((3, 5, 48), (32, 24), dtype, recompute)
-
-
+@pytest.mark.parametrize("op", ["norm", "gated", "mlp"])
 @drawn
-@given(mlps())
-def test_swiglu_mlp_of_anything(backend: str, p: dict[str, Any]):  # noqa: F811
-    run_mlp(**p)
+@given(st.data())
+def test_anything(backend: str, op: str, data: st.DataObject):  # noqa: F811
+    run, drawn_of = {"norm": (run_norm, norms), "gated": (run_gated, units), "mlp": (run_mlp, mlps)}[op]
+    run(**data.draw(drawn_of()))

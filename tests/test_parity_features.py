@@ -1,19 +1,22 @@
-"""Every row of this GPU's architecture against dense fp64: ``make parity``.
+"""Every row of this GPU's architecture against dense fp64, those of gradients, too: ``make parity``.
 
-Of scored rows and wide ones every feature that they know, alone and mixed. A simulator's rows can be tested, too; a
-GPU's own behaviour (graphs, far strides) is left to the GPU.
+A simulator's rows can be tested, too; a GPU's own behaviour (graphs, far strides) is left to the GPU.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import gpu
 import hypothesis
 import oracle_features
 import pytest
 import torch
+from backward_launch import OVERFLOWING, BackwardLaunch
+from backward_launch import listed as listed_gradients
+from hypothesis import strategies as st
 from launches import LARGEST, SPLIT_ERROR, Launch, compare, fit
 from listed_problems import GROUPS, is_short, listed
 from operands import CAUSAL, poison
@@ -31,38 +34,48 @@ DEVICE = gpu.device()
 PLAIN, SCORED, WIDE = gpu.rows(), gpu.scored_rows(), gpu.wide_rows()
 ROWS = [*PLAIN, *SCORED, *WIDE]
 WIDE_DTYPES = sorted({gpu.torch_dtype(row) for row in WIDE}, key=str)
-by_row, by_scored_row, by_wide_row = map(gpu.by_row, (ROWS, SCORED, WIDE))
-by_axis = pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
+GRADIENTS = gpu.backward_rows()
+by_row, by_scored_row, by_wide_row, by_row_of_gradients = map(gpu.by_row, (ROWS, SCORED, WIDE, GRADIENTS))
+drawn = hypothesis.settings(hypothesis.settings.get_profile("parity"))
 on_a_gpu = pytest.mark.skipif(gpu.simulated(), reason="no graphs, far strides and plain calls in a simulator")
 
 
-def check(launch: Launch, parity: ParityReport) -> None:
-    launch.run()
+def launch_of(row: _C.Row, problem: Problem) -> Any:
+    return (BackwardLaunch.drawn if row in GRADIENTS else Launch.of)(row, problem, DEVICE)
+
+
+def check(launch: Any, parity: ParityReport) -> Any:
+    """In memory of NaN: what is computed, sums of dQ and terms of rows."""
+    # Then torch.utils.deterministic fills what torch.empty returns; the oracle takes minutes so.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        launch.run()
+    finally:
+        torch.use_deterministic_algorithms(False)
     parity.check(launch, launch.problem)
+    return launch
 
 
 @pytest.mark.parametrize(
     ("row", "group"),
-    [(row, group) for row in ROWS for group in (["plain"] if row in PLAIN else GROUPS)],
+    [
+        *((row, group) for row in ROWS for group in (["plain"] if row in PLAIN else GROUPS)),
+        *((row, "gradients") for row in GRADIENTS),
+    ],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_listed_problems(row: _C.Row, group: str, parity: ParityReport):
-    for problem in dict.fromkeys(fit(problem, row) for problem in GROUPS.get(group) or listed()):
+    made = GROUPS.get(group) or (listed_gradients(row) if group == "gradients" else listed())
+    for problem in made if group == "gradients" else dict.fromkeys(fit(problem, row) for problem in made):
         if group != "plain" or is_short(problem) or not gpu.simulated():
-            check(Launch.of(row, problem, DEVICE), parity)
+            check(launch_of(row, problem), parity)
 
 
-@by_row
-def test_drawn_problems(row: _C.Row, parity: ParityReport):
-    @hypothesis.settings(hypothesis.settings.get_profile("parity"))
-    @hypothesis.given(problem=problems(longest=300 if row in WIDE else 700))
-    def agrees(problem: Problem) -> None:
-        check(Launch.of(row, problem, DEVICE), parity)
-
-    agrees()
-
-
-# ---- the way through the package ---------------------------------------------------------------------------
+@gpu.by_row([*ROWS, *GRADIENTS])
+@drawn
+@hypothesis.given(data=st.data())
+def test_drawn_problems(row: _C.Row, parity: ParityReport, data: st.DataObject):
+    check(launch_of(row, data.draw(problems(longest=300 if row in WIDE else 700))), parity)
 
 
 def attend(problem: Problem, dtype: torch.dtype, row: str | None = None, **more: object) -> tuple[Tensor, Tensor]:
@@ -87,21 +100,13 @@ def test_attention_runs_the_row_it_is_told_to(row: _C.Row):
 
 @pytest.mark.parametrize("family", [None, *sorted({row.family for row in SCORED if not row.scored})])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_attention_picks_a_row_that_can(dtype: torch.dtype, family: str | None):
+@drawn
+@hypothesis.given(problem=problems())
+def test_attention_picks_a_row_that_can(dtype: torch.dtype, family: str | None, problem: Problem):
     """Of all problems, and of those that rows of a family can take, of as many head dims as they have."""
     rows = [row for row in SCORED if row.family == family]
-
-    @hypothesis.settings(hypothesis.settings.get_profile("parity"))
-    @hypothesis.given(problem=problems())
-    def agrees(problem: Problem) -> None:
-        if problem.num_heads:
-            problem = fit(problem, rows[problem.seed % len(rows)]) if rows else problem
-            attend(replace(problem, blocks=None), dtype)
-
-    agrees()
-
-
-# ---- bits --------------------------------------------------------------------------------------------------
+    problem = fit(problem, rows[problem.seed % len(rows)]) if rows else problem
+    attend(replace(problem, blocks=None), dtype)
 
 
 @gpu.by_row([row for row in SCORED if row.scored])
@@ -222,26 +227,35 @@ def test_keys_that_no_query_sees_are_never_touched(row: _C.Row, beyond: str):
     assert torch.equal(launch.out.view, before)
 
 
-# ---- a GPU's own -------------------------------------------------------------------------------------------
+def read(launch: Launch | BackwardLaunch) -> list[Tensor]:
+    """What it reads that a replay may find changed."""
+    features = launch.call.features
+    found = [*launch.call[:3], *(features[x] for x in ("seqused_k", "page_table", "dropout_seed") if x in features)]
+    if isinstance(launch, BackwardLaunch):
+        found += [launch.dout, *launch.forward, *([] if launch.dlse is None else [launch.dlse])]
+    return found
 
 
 @on_a_gpu
-@gpu.by_row([*SCORED, *WIDE])
-def test_a_graph_reads_lengths_tables_and_the_seed_anew(row: _C.Row, parity: ParityReport):
+@gpu.by_row([*SCORED, *WIDE, *GRADIENTS])
+def test_a_graph_reads_everything_anew(row: _C.Row, parity: ParityReport):
     decode = {"page_size": 64, "dropout": 0.25, "num_splits": 3, "pack": True}
     problem = Problem(2, 600, batch=3, num_heads=8, num_heads_kv=2, used_k=True, **decode)
-    launch = Launch.of(row, replace(problem, seed=21), DEVICE)
+    if row in GRADIENTS:
+        problem = Problem(130, 260, "bottom-right", batch=3, used_k=True, num_heads=4)
+    make = BackwardLaunch.of if row in GRADIENTS else Launch.of
+    launch = make(row, replace(problem, seed=21), DEVICE)
     launch.run()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch.run()
     for seed in (25, 29):  # of the same head dims
-        other = Launch.of(row, replace(problem, seed=seed), DEVICE)
-        for name in ("q", "k", "v"):
-            getattr(launch.call, name).copy_(getattr(other.call, name))
-        for name in {"seqused_k", "page_table", "dropout_seed"} & launch.call.features.keys():
-            launch.call.features[name].copy_(other.call.features[name])
-        launch.out.view.fill_(torch.nan)
+        other = make(row, replace(problem, seed=seed), DEVICE)
+        for to, x in zip(read(launch), read(other), strict=True):
+            to.copy_(x)
+        if isinstance(launch, Launch):
+            launch.out.view.fill_(torch.nan)
         graph.replay()
         parity.check(launch, f"{problem} replayed, seed {seed}")
 
@@ -262,15 +276,15 @@ def test_attention_in_a_graph_draws_a_new_seed_each_time():
 
 @on_a_gpu
 @pytest.mark.usefixtures("much_memory")
-@by_row
-@by_axis
+@gpu.by_row([*ROWS, *GRADIENTS])
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
 def test_offsets_beyond_31_bits(row: _C.Row, axis: int, parity: ParityReport):
     """Operands with strides of 2^31 elements and more lie interleaved in 4.3 GB of NaN."""
     buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 4 * gpu.REGION, DEVICE)
     dims = {name: min(64, getattr(row, name, row.head_dim)) for name in ("head_dim", "head_dim_v")}
     problem = Problem(65, 65, causal="bottom-right", num_heads=3, num_heads_kv=3, seed=8, **dims)
-    launch = Launch.of(row, problem, DEVICE)
-    near = (*launch.call[:3], launch.out.view)
+    launch = (BackwardLaunch.of if row in GRADIENTS else Launch.of)(row, problem, DEVICE)
+    near = (*launch.call[:3], launch.dout if isinstance(launch, BackwardLaunch) else launch.out.view)
     far = [gpu.far_view(buffer, i, tuple(x.shape), axis) for i, x in enumerate(near)]
     if row in WIDE and axis == 1:
         launch.k = far[1]
@@ -279,47 +293,36 @@ def test_offsets_beyond_31_bits(row: _C.Row, axis: int, parity: ParityReport):
         return
     for view, x in zip(far, near, strict=True):
         view.copy_(x)
-    launch.q, launch.k, launch.v = far[:3]
-    if row not in WIDE:
+    launch.call = launch.call._replace(q=far[0], k=far[1], v=far[2])
+    if isinstance(launch, BackwardLaunch):
+        launch.dout = far[3]
+    elif row not in WIDE:
         launch.out.view = far[3]
     launch.run()
     what = f"{problem} with a far {('batch', 'seqlen', 'heads')[axis]} stride"
     parity.record(row.name, what, launch.errors())
-
-
-# ---- wide rows: what the example does not do by itself, large head dims ------------------------------------
+    assert row in ROWS or launch.intact()
 
 
 @by_wide_row
-@pytest.mark.parametrize("scale", [-1.0, 0.0, 1.0])
-def test_scores_of_minus_zero_are_scores(row: _C.Row, scale: float, parity: ParityReport):
-    """The example's maximum takes -0 for less than -inf: kernel.cuh makes none."""
-    for seqlen_k in (1, 300):
+def test_what_the_example_does_not_do_by_itself(row: _C.Row, parity: ParityReport):
+    """Its maximum takes -0 for less than -inf: kernel.cuh makes none. Rows whose bias hides everything are empty. One
+    query is computed with its group."""
+    for seqlen_k, scale in itertools.product((1, 300), (-1.0, 0.0, 1.0)):
         launch = Launch.of(row, Problem(3, seqlen_k, causal="none", scale=scale), DEVICE)
         launch.call.q.zero_()
         launch.call.k.clamp_(max=-0.5)  # a negative sum of products times 0 is -0
-        launch.run()
-        parity.check(launch, f"{launch.problem} with queries of 0")
-
-
-@by_wide_row
-def test_rows_whose_bias_hides_everything_are_empty(row: _C.Row, parity: ParityReport):
-    problem = Problem(70, 200, bias=("bhqk", "same", "plain"), num_heads=4, num_heads_kv=2)
-    launch = Launch.of(row, problem, DEVICE)
+        check(launch, parity)
+    launch = Launch.of(row, Problem(70, 200, bias=("bhqk", "same", "plain"), num_heads=4), DEVICE)
     bias = launch.call.features["bias"]
     bias[:, :, 5:9] = -torch.inf
     bias[0, 1, 20, :150] = -torch.inf  # whole steps before the first key that is seen
-    launch.run()
-    parity.check(launch, f"{launch.problem} with hidden rows")
+    check(launch, parity)
     assert launch.lse is not None
     assert (launch.out.view[:, 5:9] == 0).all() and (launch.lse.view[:, :, 5:9] == -torch.inf).all()
-
-
-@by_wide_row
-def test_one_query_is_computed_with_its_group(row: _C.Row, parity: ParityReport):
     for causal, (heads, heads_kv) in itertools.product(CAUSAL, ((8, 2), (70, 1), (3, 3))):
-        bias = ("bhqk", "same", "plain") if causal == "bottom-right" else None
-        problem = Problem(1, 300, causal, num_heads=heads, num_heads_kv=heads_kv, bias=bias, used_k=True, seed=2)
+        biased = ("bhqk", "same", "plain") if causal == "bottom-right" else None
+        problem = Problem(1, 300, causal, num_heads=heads, num_heads_kv=heads_kv, bias=biased, used_k=True, seed=2)
         check(Launch.of(row, problem, DEVICE), parity)
     packed = Problem(1, 90, batch=4, num_heads=6, num_heads_kv=2, packed_q=True, used_q=True)
     check(Launch.of(row, packed, DEVICE), parity)
@@ -347,7 +350,7 @@ def test_attend_runs_the_wide_row_it_is_told_to(row: _C.Row):
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (33, 70), (100, 128), (300, 40), (257, 513)])
 @pytest.mark.parametrize("dtype", WIDE_DTYPES, ids=str)
-def test_attend_picks_a_wide_row_that_can(dtype: torch.dtype, head_dims: tuple[int, int]):
+def test_attend_and_sdpa_pick_a_wide_row_that_can(dtype: torch.dtype, head_dims: tuple[int, int]):
     if dtype != torch.float32:  # with large head dims only
         head_dims = (head_dims[0] + LARGEST, head_dims[1])
     dims = {"head_dim": head_dims[0], "head_dim_v": head_dims[1]}
@@ -357,17 +360,11 @@ def test_attend_picks_a_wide_row_that_can(dtype: torch.dtype, head_dims: tuple[i
         if max(head_dims) <= 512:
             more = {"window": (40, -1), "softcap": 9.0, "sinks": "normal", "mask": ("qk", "plain"), "num_splits": 2}
             attend_wide(problem, dtype, None, **more)
-
-
-@on_a_gpu
-@pytest.mark.parametrize("dtype", WIDE_DTYPES, ids=str)
-def test_sdpa_takes_what_only_wide_rows_take(dtype: torch.dtype):
-    shape = (2, 4, 100, 320 if dtype != torch.float32 else 80)
-    q, k, v = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(3))
-    ours = cutlass_fmha.scaled_dot_product_attention(q, k, v, is_causal=True)
-    bshd = [x.transpose(1, 2) for x in (q, k, v)]
-    about = {"causal": "top-left", "product_error": SPLIT_ERROR}
-    oracle_features.compare(ours.transpose(1, 2), None, *bshd, **about).check()
+    if head_dims[1] == 64 and not gpu.simulated():
+        q, k, v = (torch.randn(2, 4, 100, dims["head_dim"], device=DEVICE).to(dtype) for _ in range(3))
+        ours = cutlass_fmha.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        bshd = [x.transpose(1, 2) for x in (q, k, v)]
+        oracle_features.compare(ours, None, *bshd, causal="top-left", product_error=SPLIT_ERROR).check()
 
 
 @on_a_gpu
@@ -395,3 +392,100 @@ def test_more_heads_and_batches_than_a_grid_dimension_holds(row: _C.Row, axis: i
     call = launch.call._replace(**{x: getattr(launch, x).index_select(axis, some) for x in "qkv"})
     errors = compare(call, out.index_select(axis, some), None, launch.product_error)
     parity.record(row.name, f"{launch.problem}, five of them", errors)
+
+
+@gpu.by_row([row for row in GRADIENTS if row.dtype == "float16"])
+def test_only_gradients_of_what_float16_has_no_number_for_are_not_finite(row: _C.Row, parity: ParityReport):
+    finite = []
+    for problem in OVERFLOWING:
+        launch = check(BackwardLaunch.overflowing(row, problem, DEVICE), parity)
+        finite.append([bool(launch.found[name].isfinite().all()) for name in "qk"])
+    assert not any(map(all, zip(*finite, strict=True)))
+
+
+@by_row_of_gradients
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_gradients_have_the_same_bits_each_time(row: _C.Row, causal: str, parity: ParityReport):
+    """Those of keys and values; that of queries where it is asked, of a row that can."""
+    length = 300 if row.family == "backward_wide" else 1500  # a hundred launches of those take a minute otherwise
+    shortest = min(length, 700) if gpu.simulated() else length
+    problem = Problem(shortest, length, causal, num_heads=8, num_heads_kv=2, seed=3)
+    launch = check(launch_of(row, problem), parity)
+    first = launch.found
+    for _ in range(1 if gpu.simulated() else 100):
+        launch.run()
+        for name in "qkv" if launch.deterministic else "kv":
+            assert torch.equal(launch.found[name], first[name]), f"d{name}"
+
+
+@by_row_of_gradients
+def test_a_gradient_is_the_same_without_the_others(row: _C.Row, parity: ParityReport):
+    launch = check(launch_of(row, Problem(200, 330, "bottom-right", num_heads=4, sinks="normal", seed=4)), parity)
+    every = launch.found
+    for alone in every:
+        launch.wanted = (alone,)
+        launch.run()
+        assert list(launch.found) == [alone]
+        assert alone == "q" or torch.equal(launch.found[alone], every[alone])
+    launch.wanted = ("q",)
+    launch.run()
+    error = (launch.found["q"] - every["q"]).abs().max() / every["q"].abs().max()
+    assert error <= 2 * torch.finfo(every["q"].dtype).eps
+
+
+@by_row_of_gradients
+def test_nan_in_a_query_stays_with_it_and_its_keys(row: _C.Row):
+    """Under a diagonal, a query's NaN reaches its own gradient and those of keys in tiles that it sees."""
+    launch = BackwardLaunch.of(row, Problem(600, 600, "bottom-right", seed=4), DEVICE)
+    launch.dout[1, 60, 1] = torch.nan
+    launch.run()
+    assert not launch.found["q"][1, :60].isnan().any() and not launch.found["q"][1, 61:].isnan().any()
+    assert launch.found["q"][1, 60, 1].isnan().all()
+    for name in "kv":
+        assert launch.found[name][1, :61, 1].isnan().all()
+        assert not launch.found[name][1, row.tile_n :].isnan().any()
+    assert not launch.found["v"][0].isnan().any()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autograd_finds_the_gradients_of_the_op(dtype: torch.dtype, compiled: bool):
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
+        return out.float().square().sum() + lse.sum()
+
+    for heads, kv, n, dim in ((4, 4, 100, 64), (8, 2, 333, 128), (2, 1, 64, 40), (2, 1, 99, 320)):
+        inputs = [torch.randn(2, n, h, dim, device=DEVICE, dtype=dtype, requires_grad=True) for h in (heads, kv, kv)]
+        call = torch.compile(loss, fullgraph=True) if compiled else loss
+        found = torch.autograd.grad(call(*inputs), inputs)
+        wide = [x.detach().cpu().double().requires_grad_() for x in inputs]
+        expected = torch.autograd.grad(loss(*wide), wide)
+        for x, y in zip(found, expected, strict=True):
+            error = (x.cpu().double() - y).abs().max() / y.abs().max()
+            # float32's products may be off by SPLIT_ERROR half ulps.
+            assert error <= (8 if dtype != torch.float32 else 64) * torch.finfo(dtype).eps
+
+
+@on_a_gpu
+@pytest.mark.usefixtures("much_memory")
+@gpu.by_row([row for row in GRADIENTS if row.head_dim == 64][:1])
+def test_a_workspace_of_more_than_two_to_the_31_elements(row: _C.Row):
+    """Packed documents of few rows, each of which has a whole tile."""
+    dtype, length, heads = gpu.torch_dtype(row), 8, 8
+    count = gpu.FAR // (heads * row.tile_m * row.head_dim) + 2
+    shape = (count * length, heads, 64)
+    q, dout = (torch.randn(shape, device=DEVICE, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(count * length, 1, 64, device=DEVICE, dtype=dtype).expand(shape) for _ in range(2))
+    starts = torch.arange(count + 1, dtype=torch.int32, device=DEVICE) * length
+    said = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": length, "max_seqlen_k": length}
+    ops = torch.ops.cutlass_fmha
+    out, lse = ops.attend(q, k, v, 0.125, "none", True, None, **said)
+    found = ops.attend_backward(dout, q, k, v, out, lse, None, 0.125, "none", row=row.name, **said)
+    for number in (0, count // 2, count - 1):
+        own = slice(number * length, (number + 1) * length)
+        wide = [x[own].double().cpu()[None].requires_grad_() for x in (q, k, v)]
+        expected = torch.autograd.grad(cutlass_fmha.attention(*wide, scale=0.125), wide, dout[own].double().cpu()[None])
+        for x, y in zip(found[:3], expected, strict=True):
+            error = (x[own].double().cpu() - y[0]).abs().max() / y.abs().max()
+            assert error <= 8 * torch.finfo(dtype).eps, f"document {number}"

@@ -6,8 +6,9 @@ What ops allocate is NaN before it is written.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -63,12 +64,16 @@ class Problem(NamedTuple):
     offset: float = 0.0
 
     @property
+    def packed(self) -> bool:
+        return self.start.startswith("packed")
+
+    @property
     def begins(self) -> tuple[int, ...]:
         """Of packed rows: one before, a sequence, one of nothing, another, one behind."""
         return (1, self.seqlen + 1, self.seqlen + 1, 2 * self.seqlen)
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        rows = (2 * self.seqlen + 1,) if self.start.startswith("packed") else (2, self.seqlen)
+        rows = (2 * self.seqlen + 1,) if self.packed else (2, self.seqlen)
         q, k = (laid_out(randn(*rows, h, self.head_dim, dtype=self.dtype, seed=h), self.layout) for h in self.heads)
         dtype = torch.float32 if self.weight == "float32" else self.dtype
         weights = (randn(self.head_dim, dtype=dtype, seed=n) for n in (7, 8))
@@ -76,46 +81,39 @@ class Problem(NamedTuple):
 
     def said(self) -> dict[str, Any]:
         """Arguments that say angles and positions."""
+        device = int32(0).device
         found: dict[str, Any] = {"interleaved": self.interleaved}
-        packed, device = self.start.startswith("packed"), int32(0).device
-        if packed:
-            found["cu_seqlens"] = int32(*self.begins)
+        found |= {"cu_seqlens": int32(*self.begins)} if self.packed else {}
         if self.angles == "no angles":
             return found
         if self.angles == "inv_freq":
             found["inv_freq"] = 100.0 ** -(torch.arange(self.dim // 2) / max(1, self.dim // 2)).to(device)
         else:
-            odd, dtype = self.layout == "odd", torch.float32 if self.angles == "float32" else self.dtype
-            found["cos"], found["sin"] = table(POSITIONS, self.dim, dtype, odd)
+            dtype = torch.float32 if self.angles == "float32" else self.dtype
+            found["cos"], found["sin"] = table(POSITIONS, self.dim, dtype, self.layout == "odd")
         if self.start.endswith("positions"):
             numbers = torch.randperm(POSITIONS, generator=torch.Generator().manual_seed(1)).int().to(device)
-            total = 2 * self.seqlen + packed
-            found["positions"] = numbers[:total] if packed else numbers[:total].view(2, -1)
+            found["positions"] = numbers[: 2 * self.seqlen + self.packed].view(*([-1] if self.packed else [2, -1]))
         elif self.start in ("offsets", "packed"):
-            found["offsets"] = int32(*(7, 2, 0)[: 2 + packed])
+            found["offsets"] = int32(*(7, 2, 0)[: 2 + self.packed])
         elif self.start == "int":
             found["offsets"] = 9
         return found
 
     def positions(self, said: dict[str, Any]) -> Tensor:
         """Of each row; -1: it is of no sequence."""
-        if not self.start.startswith("packed"):
-            first = torch.as_tensor(said.get("offsets", 0)).cpu().expand(2)
-            own = first[:, None] + torch.arange(self.seqlen)
-            return said["positions"].cpu().long() if "positions" in said else own
-        found = torch.full((2 * self.seqlen + 1,), -1)
-        firsts = said["offsets"].tolist() if "offsets" in said else [0] * 3
-        for begin, end, first in zip(self.begins[:-1], self.begins[1:], firsts, strict=True):
-            found[begin:end] = first + torch.arange(end - begin)
-            if "positions" in said:
-                found[begin:end] = said["positions"].cpu()[begin:end].long()
-        return found
+        firsts = torch.as_tensor(said.get("offsets", 0)).cpu().expand(2 + self.packed)
+        found = firsts[:, None] + torch.arange(self.seqlen)
+        if self.packed:
+            own, found = found, torch.full((2 * self.seqlen + 1,), -1)
+            for first, (begin, end) in zip(own, itertools.pairwise(self.begins), strict=True):
+                found[begin:end] = first[: end - begin]
+        return torch.where(found < 0, found, said["positions"].cpu().long()) if "positions" in said else found
 
     def turned(self, x: Tensor, said: dict[str, Any]) -> Tensor:
         """In fp64, on the CPU; rows of no sequence are 0."""
         positions = self.positions(said)
-        there = (positions >= 0).double()[..., None, None]
-        x, positions = x.cpu().double() * there, positions.clamp(min=0)
+        x, positions = x.cpu().double() * (positions >= 0)[..., None, None], positions.clamp(min=0)
         if self.angles == "no angles":
             return x
         if "inv_freq" in said:
@@ -201,29 +199,15 @@ def check_norm(p: Problem) -> None:
         assert_close(dx.cpu(), exact_dx, 8 * scale)
 
 
-FIXED = (
-    Problem((32, 8), 128, 128, 9, torch.bfloat16),
-    Problem((5, 1), 128, 128, 9, torch.float16, "bhsd", "packed", interleaved=True),
-    Problem((3, 3), 72, 24, 3, torch.bfloat16, "padded", "offsets", "float32"),
-    Problem((8, 2), 256, 256, 3, torch.float32, "packed", "int", "inv_freq"),
-)
-
-
-def on_problems(test: Callable[[Problem], None]) -> Callable[[Problem], None]:
-    """The fixed ones, and drawn ones."""
-    for p in FIXED:
-        test = example(p)(test)
-    return drawn(given(problems())(test))
-
-
-@on_problems
-def test_rotary_qk(p: Problem):
-    check_rotary(p)
-
-
-@on_problems
-def test_qk_norm_rope(p: Problem):
-    check_norm(p)
+@pytest.mark.parametrize("op", ["rotary_qk", "qk_norm_rope"])
+@drawn
+@given(p=problems())
+@example(p=Problem((32, 8), 128, 128, 9, torch.bfloat16))
+@example(p=Problem((5, 1), 128, 128, 9, torch.float16, "bhsd", "packed", interleaved=True))
+@example(p=Problem((3, 3), 72, 24, 3, torch.bfloat16, "padded", "offsets", "float32"))
+@example(p=Problem((8, 2), 256, 256, 3, torch.float32, "packed", "int", "inv_freq"))
+def test_heads(op: str, p: Problem):
+    (check_rotary if op == "rotary_qk" else check_norm)(p)
 
 
 @kernels_only
@@ -254,18 +238,14 @@ def check_to_cache(kind, dims, head_dim_v, layout, begins, numbers, interleaved,
     q = laid_out(randn(*append.key.shape[:-2], 6, dims[0], dtype=dtype, seed=6), layout)
     weights = [randn(dims[0], dtype=dtype, seed=n) for n in (1, 2)]
     cos, sin = table(40, dims[1], torch.float32)
-    k_cache, v_cache = append.views
-    said = {"cos": cos, "sin": sin, "interleaved": interleaved, "k_cache": k_cache, "v_cache": v_cache}
-    said |= {"cache_seqlens": lengths, "leftpad_k": pads, **places}
+    said = dict(zip(("k_cache", "v_cache"), append.views, strict=True), cache_seqlens=lengths, leftpad_k=pads, **places)
+    said |= {"cos": cos, "sin": sin, "interleaved": interleaved}
     call = functools.partial(cutlass_fmha.qk_norm_rope, q, append.key, append.value, *weights, **said)
     out, used = call()
     to = *nowhere((q,), layout), torch.full_like(lengths, -7)
     assert call(out=to) is to and torch.equal(bits(to[0]), bits(out)) and torch.equal(to[1], used)
     assert used.tolist() == [n + new for n, new in zip(lengths.tolist(), append.lengths, strict=True)]
-    keys = torch.full_like(append.key, math.nan, memory_format=torch.contiguous_format)
-    for (b, i), place in append.check_places(lengths).items():
-        keys[append.at(b, i)] = k_cache[place]
-    for x, found, weight in ((q, out, weights[0]), (append.key, keys, weights[1])):
+    for x, found, weight in ((q, out, weights[0]), (append.key, append.keys(lengths), weights[1])):
         for b, (own, turned) in enumerate(zip(sequences(x, begins), sequences(found, begins), strict=True)):
             normed = rms_norm(own.double(), weight.cpu().double(), None, 1e-6, 0.0)
             positions = following((lengths - pads)[b : b + 1], own.shape[1])

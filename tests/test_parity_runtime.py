@@ -1,8 +1,9 @@
-"""Plain rows in a program: layouts, streams, devices, graphs, torch.compile, large tensors, errors on a GPU."""
+"""Plain rows in a program: layouts, streams, devices, graphs, torch.compile, errors on a GPU."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 
 import gpu
@@ -18,7 +19,6 @@ from torch import Tensor
 import cutlass_fmha
 from cutlass_fmha import _C
 
-# Warnings of torch's compiler and graphs are not ours to fix.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 DEVICE = torch.device("cuda", 0)
@@ -37,12 +37,11 @@ def record(parity: ParityReport, row: _C.Row, what: str, out: Tensor, lse: Tenso
 
 
 @by_row
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_attention_runs_the_row_it_is_told_to(row: _C.Row, layout: str, parity: ParityReport):
+def test_attention_runs_the_row_it_is_told_to(row: _C.Row, parity: ParityReport):
     shaped = [Problem(113, 140, causal, num_heads=4, seed=1) for causal in CAUSAL]
     memories = ("packed", "expanded", "bhsd") + (("unaligned",) if row.alignment == 2 else ())
     shaped += [Problem(70, 70, "bottom-right", num_heads=4, layout=memory, seed=2) for memory in memories]
-    for problem in (*shaped, Problem(5, 0), Problem(0, 5)):
+    for problem, layout in itertools.product((*shaped, Problem(5, 0), Problem(0, 5)), ("bshd", "bhsd")):
         inputs = problem.inputs(gpu.torch_dtype(row), row.head_dim, DEVICE)
         given = [x.transpose(1, 2) for x in inputs] if layout == "bhsd" else inputs
         out, lse = cutlass_fmha.attention(*given, causal=problem.causal, return_lse=True, layout=layout, row=row.name)
@@ -51,10 +50,13 @@ def test_attention_runs_the_row_it_is_told_to(row: _C.Row, layout: str, parity: 
 
 
 @by_row
-def test_side_stream(row: _C.Row, parity: ParityReport):
+def test_calls_are_of_their_stream_and_a_launch_neither_waits_nor_allocates(row: _C.Row, parity: ParityReport):
     values = PROBLEM.inputs(gpu.torch_dtype(row), row.head_dim, DEVICE)
     inputs = tuple(poison(x.dtype, x.numel(), DEVICE).view(x.shape) for x in values)
     attend(row, *values)  # loads the kernel, for which the device may have to be idle
+    launch = Launch.of(row, PROBLEM, DEVICE)
+    launch.run()
+    launch.q, launch.k, launch.v = inputs
     torch.cuda.synchronize()
     stream = torch.cuda.Stream(DEVICE)
     with gpu.held(stream), torch.cuda.stream(stream):
@@ -62,8 +64,13 @@ def test_side_stream(row: _C.Row, parity: ParityReport):
         for x, value in zip(inputs, values, strict=True):
             x.copy_(value)
         out, lse = attend(row, *inputs)
-        assert not stream.query(), "attention waited for the stream"
+        allocations = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
+        for _ in range(10):
+            launch.run()
+        assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] == allocations
+        assert not stream.query(), "a call waited for the stream"
     record(parity, row, "on a side stream", out, lse, inputs)
+    parity.check(launch, f"{PROBLEM} behind other work")
 
 
 @by_row
@@ -77,21 +84,6 @@ def test_last_device(row: _C.Row, parity: ParityReport):
     assert torch.cuda.current_device() == DEVICE.index
     torch.cuda.synchronize(last)
     record(parity, row, f"on {last}", out, lse, inputs)
-
-
-@by_row
-def test_run_neither_waits_nor_allocates(row: _C.Row, parity: ParityReport):
-    launch = Launch.of(row, PROBLEM, DEVICE)
-    launch.run()
-    torch.cuda.synchronize()
-    allocations = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
-    with gpu.held(torch.cuda.current_stream(DEVICE)):
-        for _ in range(10):
-            launch.run()
-        assert not torch.cuda.current_stream(DEVICE).query(), "run waited for the stream"
-    assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] == allocations
-    assert launch.lse is not None
-    record(parity, row, "behind other work", launch.out.view, launch.lse.view, (launch.q, launch.k, launch.v))
 
 
 def chain(row: _C.Row, k: Tensor, x: Tensor, calls: int) -> Tensor:
@@ -111,18 +103,16 @@ def test_a_call_waits_for_the_calls_ahead(row: _C.Row):
     assert all(len(k[0, :, head].unique(dim=0)) == shape[1] for head in range(shape[2]))
     k = k.to(gpu.torch_dtype(row))
     x = torch.randn(shape, generator=generator, device=DEVICE).to(k.dtype)
-    calls = 40
-    expected = x.roll(-calls, dims=1)
     for _ in range(3):
-        assert torch.equal(chain(row, k, x, calls), expected)
+        assert torch.equal(chain(row, k, x, 40), x.roll(-40, dims=1))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = chain(row, k, x, calls)
+        out = chain(row, k, x, 40)
     for _ in range(3):
         x.copy_(x.roll(1, dims=1))
         graph.replay()
-        assert torch.equal(out, x.roll(-calls, dims=1))
+        assert torch.equal(out, x.roll(-40, dims=1))
 
 
 def test_attention_synchronises_nothing_and_allocates_its_outputs_only():
@@ -138,20 +128,6 @@ def test_attention_synchronises_nothing_and_allocates_its_outputs_only():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.usefixtures("much_memory")
-@gpu.by_row([row for row in ROWS if row.head_dim == 64 and row.dtype == "bfloat16"])
-def test_tensors_of_more_than_two_to_the_31_elements(row: _C.Row, parity: ParityReport):
-    batch = gpu.FAR // (64 * 8 * 64) + 2
-    x = torch.empty(batch, 64, 8, 64, dtype=torch.bfloat16, device=DEVICE).normal_()
-    out = cutlass_fmha.attention(x, x, x, causal=True, row=row.name)
-    for i in (0, batch // 2, batch - 1):
-        errors = oracle_features.compare(out[i : i + 1], None, *[x[i : i + 1]] * 3, causal="bottom-right")
-        parity.record(row.name, f"batch {i} of {batch} x 64 x 8 x 64", errors)
-
-
-# ---- torch.compile and the op ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiles_as_one_graph_with_dynamic_shapes(backend: str):
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -163,12 +139,10 @@ def test_compiles_as_one_graph_with_dynamic_shapes(backend: str):
         oracle_features.compare(compiled(q, k, v) / 2, None, q + 1, k, v, causal="bottom-right").check()
 
 
-@pytest.mark.parametrize("return_lse", [True, False])
-@pytest.mark.parametrize("layout", ["bshd", "packed", "unaligned"])
-def test_opcheck(return_lse: bool, layout: str):
-    q, k, v = replace(PROBLEM, layout=layout).inputs(torch.bfloat16, 32, DEVICE)
-    op = torch.ops.cutlass_fmha.forward.default
-    torch.library.opcheck(op, (q, k, v, 0.3, "bottom-right", return_lse, None))
+def test_opcheck():
+    for layout, return_lse in itertools.product(("bshd", "packed", "unaligned"), (True, False)):
+        inputs = replace(PROBLEM, layout=layout).inputs(torch.bfloat16, 32, DEVICE)
+        torch.library.opcheck(torch.ops.cutlass_fmha.forward.default, (*inputs, 0.3, "bottom-right", return_lse, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -221,29 +195,20 @@ def test_a_packed_step_in_a_graph_follows_its_lengths():
         assert all(torch.equal(one, other) for one, other in zip(caches, expected, strict=True))
 
 
-def aligned_row() -> _C.Row:
-    return next(row for row in ROWS if row.alignment == 16 and row.dtype == "float16" and row.head_dim == 64)
-
-
 def test_errors_are_one_sentence_and_leave_the_device_usable():
     q, k, v = PROBLEM.inputs(torch.float16, 64, DEVICE)
+    row = next(row for row in ROWS if row.alignment == 16 and row.dtype == "float16" and row.head_dim == 64)
     with pytest.raises(ValueError, match="k must be on q's device cuda:0, got cpu"):
         cutlass_fmha.attention(q, k.cpu(), v)
-    row = aligned_row()
     with pytest.raises(cutlass_fmha.UnsupportedError, match=f"{row.name}.*aligned to 16 bytes"):
         cutlass_fmha.attention(*replace(PROBLEM, layout="unaligned").inputs(q.dtype, 64, DEVICE), row=row.name)
     with pytest.raises(cutlass_fmha.UnsupportedError, match="drop softcap"):
         cutlass_fmha.attention(*PROBLEM.inputs(q.dtype, 520, DEVICE), softcap=30.0)
-    oracle_features.compare(cutlass_fmha.attention(q, k, v), None, q, k, v).check()
-
-
-def test_the_binding_reports_what_cuda_refuses():
-    launch = Launch.of(aligned_row(), PROBLEM, DEVICE)
-    beyond = torch.cuda.device_count()
+    launch, beyond = Launch.of(row, PROBLEM, DEVICE), torch.cuda.device_count()
     with pytest.raises(RuntimeError, match=rf"cudaSetDevice\({beyond}\)"):
-        _C.run(launch.row.index, launch.params(), beyond, 0)
-    launch.run()
-    launch.errors().check()
+        _C.run(row.index, launch.params(), beyond, 0)
+    launch.check()
+    oracle_features.compare(cutlass_fmha.attention(q, k, v), None, q, k, v).check()
 
 
 def test_device_properties_are_those_that_torch_reads():

@@ -1,7 +1,6 @@
 """What is special about rows that copy by TMA: descriptors of tensors, made on the host and kept per thread.
 
-Part of the parity gate wherever the rows under test have such ones; conftest.py leaves the file out of other
-builds, and says so. What every row has to do, test_parity_features.py and test_parity_runtime.py ask too.
+Where the rows under test have none, conftest.py leaves the file out, and says so.
 """
 
 from __future__ import annotations
@@ -24,14 +23,13 @@ import cutlass_fmha
 from cutlass_fmha import _C
 from cutlass_fmha.dispatch.blocks import Tail
 
-# A warning of some torch release is no failure of a kernel.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 DEVICE = gpu.device()
 ROWS = [row for row in gpu.rows() if row.copy == "tma"]
-OWN_ROWS = [row for row in ROWS if row.kv_warps == 1]  # whose warps have query rows of their own
 OF_EACH_HEAD_DIM = [[row for row in ROWS if row.head_dim == dim] for dim in sorted({row.head_dim for row in ROWS})]
-by_row, by_own_row = gpu.by_row(ROWS), gpu.by_row(OWN_ROWS)
+by_row = gpu.by_row(ROWS)
+by_own_row = gpu.by_row([row for row in ROWS if row.kv_warps == 1])  # whose warps have query rows of their own
 #: For tests of hundreds of launches. Which dtype and tile it is, changes from one head dim to the next.
 by_head_dim = gpu.by_row([rows[i % len(rows)] for i, rows in enumerate(OF_EACH_HEAD_DIM)])
 CACHED = 64  # descriptors that a thread keeps (src/tensor_map.cpp)
@@ -42,48 +40,27 @@ def test_there_are_rows_to_test():
 
 
 def attend(row: _C.Row, inputs: tuple[Tensor, ...], parity: ParityReport, what: str) -> None:
-    """The public function, bottom-right causal, against the oracle."""
     out, lse = cutlass_fmha.attention(*inputs, causal=True, return_lse=True, row=row.name)
     parity.record(row.name, what, oracle_features.compare(out, lse, *inputs, causal="bottom-right"))
 
 
-# ---- the last tiles ----------------------------------------------------------------------------------------
-
-
 @by_own_row
-@pytest.mark.parametrize("beyond", [0, 5])
-def test_the_keys_of_the_last_tiles_may_be_divided(row: _C.Row, beyond: int, parity: ParityReport):
-    """From one tile in two parts to all of them in as many as there are key tiles, the last one cut short."""
-    heads = {"batch": 2, "num_heads": 4, "num_heads_kv": 2}
-    problem = Problem(row.tile_m + 17, 5 * row.tile_n + beyond, scale=-0.3, seed=40, **heads)
-    tiles, keys = 2 * 2 * 4, 5 + bool(beyond)
-    tails = (1, 2, keys - 1, 1), (3, 3, 1, keys // 2), (5, 3, keys - 3, 2), (tiles, keys, 1, 1)
-    for tail in (Tail(*numbers) for numbers in tails):
-        launch = Launch.of(row, problem, DEVICE)
-        launch.run(tail=tail)
-        parity.check(launch, f"{problem} {tail}")
-
-
-@by_own_row
-def test_parts_that_differ_by_much_are_merged(row: _C.Row, parity: ParityReport):
-    """The first keys outweigh all others by 2^1000, or the last ones do."""
+def test_the_keys_of_the_last_tiles_may_be_divided(row: _C.Row, parity: ParityReport):
+    """From one tile in two parts to all of them in as many as there are key tiles, the last one cut short. The first
+    keys outweigh all others by 2^1000, or the last ones do."""
+    for beyond in (0, 5):
+        heads = {"batch": 2, "num_heads": 4, "num_heads_kv": 2}
+        problem = Problem(row.tile_m + 17, 5 * row.tile_n + beyond, scale=-0.3, seed=40, **heads)
+        tiles, keys = 2 * 2 * 4, 5 + bool(beyond)
+        for tail in ((1, 2, keys - 1, 1), (3, 3, 1, keys // 2), (5, 3, keys - 3, 2), (tiles, keys, 1, 1)):
+            launch = Launch.of(row, problem, DEVICE)
+            launch.run(tail=Tail(*tail))
+            parity.check(launch, f"{problem} {tail}")
     for seed, part in enumerate((slice(0, 7), slice(-7, None))):
-        problem = Problem(70, 4 * row.tile_n, batch=1, num_heads=2, seed=41 + seed)
-        launch = Launch.of(row, problem, DEVICE)
+        launch = Launch.of(row, Problem(70, 4 * row.tile_n, batch=1, num_heads=2, seed=41 + seed), DEVICE)
         launch.k[:, part] *= 100
         launch.run(tail=Tail(2, 3, 2, 1))
-        parity.check(launch, f"{problem} scores of {part}")
-
-
-# ---- what a descriptor has to describe ---------------------------------------------------------------------
-
-
-def expanded(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """x with stride 0 along ``dims``: what it has first there, read as all of it."""
-    first = x
-    for dim in dims:
-        first = first.narrow(dim, 0, 1)
-    return place(first).expand(x.shape) if dims else x
+        parity.check(launch, f"{launch.problem} scores of {part}")
 
 
 def with_stride(x: Tensor, odd: int, dims: list[int]) -> Tensor:
@@ -110,28 +87,22 @@ def test_a_dimension_of_one_element_may_have_any_stride(row: _C.Row, stride: int
         attend(row, (launch.q, launch.k, launch.v), parity, f"{problem} stride {stride} of one element")
 
 
-def head_dim_slice(x: Tensor) -> Tensor:
-    """The middle of a last dimension three times as long."""
-    dim = x.shape[3]
-    whole = place(torch.cat([poison(x.dtype, x.numel(), x.device).view(x.shape)] * 3, dim=3))
-    return whole[..., dim : 2 * dim].copy_(x)
+def amid(x: Tensor, dim: int) -> Tensor:
+    """The middle of a dimension three times as long, with NaN right before and behind."""
+    size = x.shape[dim]
+    nan = poison(x.dtype, x.numel(), x.device).view(x.shape)
+    return place(torch.cat([nan, x, nan], dim)).narrow(dim, size, size)
 
 
-def seqlen_slice(x: Tensor) -> Tensor:
-    """Rows of a longer tensor, with NaN right before and behind them."""
-    rows = x.shape[1]
-    beyond = poison(x.dtype, x[:, :1].numel(), x.device).view(x[:, :1].shape).expand(-1, 40, -1, -1)
-    return place(torch.cat([beyond, x, beyond], dim=1))[:, 40 : 40 + rows]
-
-
-def head_slice(x: Tensor) -> Tensor:
-    """Every other head of a tensor with more."""
+def every_other_head(x: Tensor) -> Tensor:
     whole = place(poison(x.dtype, 2 * x.numel(), x.device).view(*x.shape[:2], -1, x.shape[3]))
     return whole[:, :, 1::2].copy_(x)
 
 
 def first_of(*dims: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: expanded(x, dims)
+    """Stride 0 along ``dims``: what is first there, read as all of it."""
+    first = tuple(slice(1) if dim in dims else slice(None) for dim in range(4))
+    return lambda x: place(x[first]).expand(x.shape)
 
 
 #: How q lies, and how k and v do. A driver that refuses strides of 0 fails with its sentence, in these rows
@@ -143,9 +114,9 @@ MEMORY: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
     "hsbd": (lambda x: place(x, "hsbd"),) * 2,
     "shifted": (lambda x: place(x, offset=GUARD + 8),) * 2,  # 16 bytes behind an address that is a multiple of 512
     "bhsd padded": (lambda x: place(x, "bhsd", row_pad=8, offset=GUARD + 24),) * 2,
-    "slice of head_dim": (head_dim_slice,) * 2,
-    "slice of seqlen": (seqlen_slice,) * 2,  # the last box of K and V ends in NaN: it reads as zeros
-    "slice of heads": (head_slice,) * 2,
+    "slice of head_dim": (lambda x: amid(x, 3),) * 2,
+    "slice of seqlen": (lambda x: amid(x, 1),) * 2,  # the last box of K and V ends in NaN: it reads as zeros
+    "slice of heads": (every_other_head,) * 2,
 }
 
 
@@ -159,8 +130,6 @@ def test_views(row: _C.Row, memory: str, parity: ParityReport):
     launch.run()
     parity.check(launch, f"{problem} {memory}")
 
-
-# ---- descriptors that are kept -----------------------------------------------------------------------------
 
 # Sizes (batch, seqlen_q, seqlen_k, heads) and strides of (batch, seqlen, heads), in rows of head_dim + 8
 # elements. Each differs from the one before in one thing that a descriptor says.
@@ -187,14 +156,10 @@ def test_the_same_addresses_with_other_shapes_and_strides(row: _C.Row, parity: P
         problem = Problem(seqlen_q, seqlen_k, batch=batch, num_heads=heads, num_heads_kv=heads, seed=seed)
         launch = Launch.of(row, problem, DEVICE)
         in_elements = (*(width * stride for stride in strides), 1)
-
-        def at_home(buffer: Tensor, x: Tensor, in_elements: tuple[int, ...] = in_elements) -> Tensor:
-            buffer.copy_(nan)
-            return buffer.as_strided(x.shape, in_elements, GUARD).copy_(x)
-
-        operands = (launch.q, launch.k, launch.v, launch.out.view)
-        launch.q, launch.k, launch.v, out = map(at_home, buffers, operands)
-        launch.out = gpu.Guarded.around(out)
+        operands = zip(buffers, (launch.q, launch.k, launch.v, launch.out.view), strict=True)
+        there = [buffer.copy_(nan).as_strided(x.shape, in_elements, GUARD).copy_(x) for buffer, x in operands]
+        launch.q, launch.k, launch.v = there[:3]
+        launch.out = gpu.Guarded.around(there[3])
         launch.run()
         parity.check(launch, f"{problem} where others were, strides {strides}")
 
@@ -234,9 +199,6 @@ def test_more_tensors_than_are_kept(row: _C.Row, parity: ParityReport):
             differs |= (launch.out.view != out).any()
     assert not differs.item(), f"{row.name}: a repeated call gave another result"
     assert all(launch.intact() for launch in launches)
-
-
-# ---- graphs, threads, devices ------------------------------------------------------------------------------
 
 
 @by_row

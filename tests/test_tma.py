@@ -1,43 +1,33 @@
 """Rows that copy by TMA, and those whose launches overlap, without a GPU: what CMake makes of their lines, and nvcc of
-their kernels.
-
-What they compute is test_parity_tma.py's business; test_parity_runtime.py asks every row under test whether calls in a
-row overtake each other.
-"""
+their kernels. What they compute, and that calls don't overtake each other, the parity gate asks."""
 
 from __future__ import annotations
 
+import collections
 import re
 import subprocess
-import sys
-from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 
 import building
 import cubin
 import pytest
-import resources
 
 from cutlass_fmha import _C
 from cutlass_fmha.dispatch import table as tables
 
 ROOT = Path(__file__).resolve().parents[1]
 OVERLAPPING = [row.name for row in _C.rows() if row.family == "few_query" and row.dependent_launch]
-LOADS = {"LDG", "UTMALDG"}
 GLOBAL_ACCESSES = {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG", "UTMALDG", "UTMASTG"}
 ROWS = {row.name: row for row in _C.rows() if row.family in tables.PLAIN and row.copy == "tma"}
 
 
-def test_every_architecture_that_has_tma_has_rows_of_it():
+def test_every_architecture_that_has_tma_has_rows_of_it_and_no_thread_of_theirs_copies(
+    machine_code: list[cubin.Kernel],
+):
     built = {row.arch for row in _C.rows()}
     assert built, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
     assert {row.arch for row in ROWS.values()} == {90, 120} & built
     assert {row.alignment for row in ROWS.values()} == {16}
-
-
-def test_no_thread_of_theirs_copies(machine_code: list[cubin.Kernel]):
     kernels = {kernel.name: kernel for kernel in machine_code if kernel.name in ROWS}
     assert kernels.keys() == ROWS.keys()
     for name, kernel in kernels.items():
@@ -72,7 +62,7 @@ def being_read(code: list[cubin.Instruction]) -> dict[int, set[str]]:
     loads = {n: int(REGISTER.search(x.operands)[1]) for n, x in enumerate(code) if x.base == "LDSM"}
     filled = {n: frozenset(range(first, first + 4)) for n, first in loads.items()}
     named = [frozenset(map(int, REGISTER.findall(x.operands))) for x in code]
-    after, found = successors(code), defaultdict(set)
+    after, found = successors(code), collections.defaultdict(set)
     for load, registers in filled.items():
         # Where it may still be read, with the registers that it and the loads behind it fill.
         work, seen = [(n, registers) for n in after[load]], set()
@@ -135,9 +125,6 @@ def test_a_release_that_overtakes_reads_is_found(lines: list[str], early: bool):
     assert bool(early_releases(cubin.Kernel("fwd_planted_tma", 90, code=code))) == early
 
 
-# ---- launches that overlap ---------------------------------------------------------------------------------
-
-
 def test_decoding_rows_what_follows_them_and_what_is_beside_attention_overlap_where_they_can():
     rows = [*_C.rows(), *_C.backward_rows(), *_C.helpers()]
     families = {"few_query", "few_query_scored", "combine", "gated", "gated_backward"}
@@ -146,29 +133,25 @@ def test_decoding_rows_what_follows_them_and_what_is_beside_attention_overlap_wh
     assert can == {row.name for row in rows if row.dependent_launch}
 
 
-def places(kernel: cubin.Kernel, opcodes: Iterable[str]) -> list[int]:
-    return [place for place, instruction in enumerate(kernel.code) if instruction.base in opcodes]
-
-
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_nothing_global_is_accessed_before_the_wait(name: str, machine_code: list[cubin.Kernel]):
     (kernel,) = (kernel for kernel in machine_code if kernel.name == name)
-    (wait,) = places(kernel, ["ACQBULK"])
+    places = collections.defaultdict(list)
+    for place, instruction in enumerate(kernel.code):
+        places[instruction.base].append(place)
+    (wait,) = places["ACQBULK"]
     assert kernel.code[wait].guard == "", "every thread waits"
-    accesses = places(kernel, GLOBAL_ACCESSES)
+    accesses = [place for opcode in GLOBAL_ACCESSES for place in places[opcode]]
     assert accesses and wait < min(accesses)
-    assert min(places(kernel, ["EXIT"])) > wait, "no thread leaves before it has waited"
-    assert max(places(kernel, ["CCTL"])) < wait, "a prefetch that comes after the wait is for nothing"
+    assert min(places["EXIT"]) > wait, "no thread leaves before it has waited"
+    assert max(places["CCTL"]) < wait, "a prefetch that comes after the wait is for nothing"
     assert not [i for i in kernel.code if i.base == "LDG" and "CONSTANT" in i.opcode]
     # The next launch is let in after the first loads and before the output: it waits for this one's end whenever it
     # comes, so that this is a matter of speed.
-    triggers = places(kernel, ["PREEXIT"])
+    triggers = places["PREEXIT"]
     assert len(triggers) == 2, "by the middle of the keys, and where there is no middle"
-    assert min(places(kernel, LOADS)) < min(triggers)
-    assert max(triggers) < min(places(kernel, ["STG"]))
+    assert min(places["LDG"] + places["UTMALDG"]) < min(triggers) and max(triggers) < min(places["STG"])
 
-
-# ---- lines of the manifest ---------------------------------------------------------------------------------
 
 TILE = "64 64 64 4 1 2 2 true false"
 NO_TMA = "asks for fwd_sm89_bf16_d64_m64n64w4_tma, and sm_89 has no TMA"
@@ -191,24 +174,18 @@ def rows_of(tmp_path: Path, *lines: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_13th_column_makes_launches_overlap(tmp_path: Path):
-    done = rows_of(
-        tmp_path,
-        f'fmha_forward("90" "f16" {FEW_QUERY} true)',
-        f'fmha_forward("90;89" "f16" {FEW_QUERY})',
-        f'fmha_forward("120" "bf16" {FEW_QUERY} false)',
-    )
+    lines = f'"90" "f16" {FEW_QUERY} true', f'"90;89" "f16" {FEW_QUERY}', f'"120" "bf16" {FEW_QUERY} false'
+    done = rows_of(tmp_path, *(f"fmha_forward({line})" for line in lines))
     assert done.returncode == 0, done.stderr
     configs = dict(line.split(": ", 1) for line in done.stderr.splitlines())
-    assert {name: ".dependent_launch = true" in config for name, config in configs.items()} == {
-        "fwd_sm90_f16_d64_m16n32w4k4_pdl": True,
-        "fwd_sm90_f16_d64_m16n32w4k4": False,
-        "fwd_sm89_f16_d64_m16n32w4k4": False,
-        "fwd_sm120_bf16_d64_m16n32w4k4": False,
-    }
-    assert all(".copy = cutlass_fmha::Copy::ldg_16" in config for config in configs.values())
+    rows = {f"fwd_{row}_d64_m16n32w4k4" for row in ("sm90_f16", "sm89_f16", "sm120_bf16")}
+    assert configs.keys() == rows | {"fwd_sm90_f16_d64_m16n32w4k4_pdl"}
+    for name, config in configs.items():
+        assert ".copy = cutlass_fmha::Copy::ldg_16" in config
+        assert (".dependent_launch = true" in config) == name.endswith("_pdl")
 
 
-def test_a_line_that_asks_for_what_no_kernel_does_is_an_error(tmp_path: Path):
+def test_a_line_that_asks_for_what_no_kernel_does_is_an_error_and_the_end(tmp_path: Path):
     for line, words in (
         (f'fmha_forward("89" "bf16" {TILE} tma)', NO_TMA),
         (f'fmha_forward("90;89" "bf16" {TILE} tma)', NO_TMA),
@@ -219,16 +196,9 @@ def test_a_line_that_asks_for_what_no_kernel_does_is_an_error(tmp_path: Path):
         (f'fmha_forward("90" "f16" {FEW_QUERY} yes)', "too many columns"),
         (f'fmha_forward("90" "f16" {FEW_QUERY} true true)', "too many columns"),
     ):
-        done = rows_of(tmp_path, line)
+        done = rows_of(tmp_path, f'fmha_forward("120" "f16" {TILE} tma)', line)
         assert done.returncode != 0 and words in " ".join(done.stderr.split()), line
-
-
-def test_a_line_with_an_error_ends_the_build_before_anything_is_written(tmp_path: Path):
-    manifest = tmp_path / "manifest.cmake"
-    manifest.write_text(f'fmha_forward("90;89" "bf16" {TILE} tma)\n')
-    with pytest.raises(building.BuildError, match=NO_TMA):
-        building.Tree(tmp_path / "tree", {"CUTLASS_FMHA_MANIFEST": manifest}).configure()
-    assert not list((tmp_path / "tree").glob("generated/*.cu"))
+        assert ".copy =" not in done.stderr, "nothing is written"
 
 
 def test_sm_120_is_compiled_as_what_has_tma(tmp_path: Path):
@@ -248,32 +218,3 @@ def test_sm_120_is_compiled_as_what_has_tma(tmp_path: Path):
             'fmha_set_compiled_for()\nmessage("${FMHA_COMPILED_FOR_CXX}")',
         )
         assert done.stderr.split() == [f"-gencode=arch=compute_{target},code=sm_{target}", "{120,", f'"{target}"}}']
-
-
-# ---- what plain sm_120 makes of a copy ---------------------------------------------------------------------
-
-PLANTED = r"""
-#include <cute/arch/copy_sm90_tma.hpp>
-
-extern "C" __global__ void copies(void const* map) {
-  __shared__ uint64_t barrier;
-  extern __shared__ __align__(1024) char tile[];
-  cute::SM90_TMA_LOAD_4D::copy(map, &barrier, 0, tile, 0, 0, 0, 0);
-  cute::SM90_TMA_STORE_4D::copy(map, tile, 0, 0, 0, 0);
-}
-"""
-
-
-@pytest.mark.parametrize("target", ["90", "120f", "120"])
-def test_a_trap_in_place_of_a_copy_is_found(target: str, tmp_path: Path):
-    """CuTe compiles one for plain sm_120, without a word: so rows are built for 120f or 120a."""
-    (tmp_path / "planted.cu").write_text(PLANTED)
-    probe = [sys.executable, str(ROOT / "build_backend" / "probe.py"), "cutlass"]
-    headers = subprocess.run(probe, capture_output=True, text=True, check=True).stdout.strip()
-    flags = ["-fatbin", "-std=c++20", f"-gencode=arch=compute_{target},code=sm_{target}", "-I", headers]
-    cubin.run_tool("nvcc", *flags, "-o", tmp_path / "planted.fatbin", tmp_path / "planted.cu")
-    (kernel,) = cubin.read_kernels(tmp_path / "planted.fatbin")
-    row = {"family": "plain", "dtype": "float16", "mma": "m16n8k16", "copy": "tma", "warps": 4, "min_blocks": 2}
-    row |= {"name": "planned", "kv_warps": 1, "smem_bytes": 4096}
-    found = " ".join(resources.complaints(kernel, SimpleNamespace(**row)))
-    assert ("BPT.TRAP" in found) == ("no TMA loads and stores" in found) == (target == "120"), found
