@@ -1,7 +1,5 @@
 """What a shared library needs and shows, as the binutils of every C++ compiler tell it; nothing is loaded."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

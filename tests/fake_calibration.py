@@ -1,7 +1,5 @@
 """An L4 that obeys the cost model at costs that no datasheet knows, and calibrations of it."""
 
-from __future__ import annotations
-
 import random
 
 import torch

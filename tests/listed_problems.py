@@ -1,7 +1,5 @@
 """Problems that every row is run on: those without features, and those with."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the kernels on rows compute, in fp64: results, gradients by autograd, and how large the terms are."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ Shares nothing with the package. Arguments and shapes are those of ``cutlass_fmh
 attention for each, over [num_heads, queries, keys], with one mask for everything that hides a key.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import namedtuple

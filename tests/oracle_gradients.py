@@ -17,8 +17,6 @@ need not be finite, whatever they are multiplied by afterwards. A loss is scaled
 their place is only right where it is within the tolerance.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

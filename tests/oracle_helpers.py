@@ -1,8 +1,6 @@
 """What the kernels beside attention compute, in fp64. Shares nothing with the package. Shapes are those of the public
 functions: outputs [batch, seqlen_q, num_heads, head_dim_v] or packed, LSEs [batch, num_heads, seqlen_q]."""
 
-from __future__ import annotations
-
 import math
 
 import oracle

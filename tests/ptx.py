@@ -1,7 +1,5 @@
 """Small PTX programs on the simulator (tools/simulator), for its tests."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import sys

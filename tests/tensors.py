@@ -1,7 +1,5 @@
 """Tensors that tests begin with: drawn from a seed, the same on every machine; one that looks like a GPU's."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import torch

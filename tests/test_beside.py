@@ -1,7 +1,5 @@
 """The ops beside attention: what they refuse, schemas, gradients, compiling, autocast; the way to their kernels."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Calibration: which problems are timed, how, the fit, its file, the command, explain's times, tools/holdout.py."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

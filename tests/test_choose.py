@@ -1,7 +1,5 @@
 """Selection: which row, for which reasons, at what predicted cost, and how it is told."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Selection among plain rows and those that take features, and of drawn problems; what is refused, and how."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

@@ -2,8 +2,6 @@
 
 The real conftest.py and parity_report.py beside tests, a GPU and a torch that are made up: processes start at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The kernels' own arithmetic, run on the host: softmax, masks, lengths, which block walks which keys, addresses."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -3,8 +3,6 @@
 A torch without private names serves every call.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import itertools

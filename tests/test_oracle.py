@@ -1,7 +1,5 @@
 """The oracle against planted defects; test_cpu.py has what is right."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The oracle of gradients: its two ways agree; right gradients are within its tolerance, wrong ones not."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """RMSNorm and gated units against fp64: the CPU backend, and the kernels, on a GPU or in a simulator."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -3,8 +3,6 @@
 A simulator's rows can be tested, too; a GPU's own behaviour (graphs, far strides) is left to the GPU.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Outputs of launches through the binding lie in buffers of NaN, where a stray write is noticed.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -3,8 +3,6 @@
 What ops allocate is NaN before it is written.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Plain rows in a program: layouts, streams, devices, graphs, torch.compile, errors on a GPU."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Where the rows under test have none, conftest.py leaves the file out, and says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

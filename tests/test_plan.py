@@ -1,7 +1,5 @@
 """From a call to a launch: what is packed, kept and warned of. The kernels are fakes."""
 
-from __future__ import annotations
-
 import logging
 import re
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The parity problems themselves: that they are what they say. test_cpu.py runs the CPU backend on them."""
 
-from __future__ import annotations
-
 import math
 
 import oracle_features

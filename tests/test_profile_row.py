@@ -1,7 +1,5 @@
 """tools/profile_row.py: what Nsight Compute writes is read and shown."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -2,8 +2,6 @@
 used, and resources that fit the smallest GPU. Judged without a GPU, from the built extension itself; rows
 that it leaves out, from the committed report (tools/resources.py)."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

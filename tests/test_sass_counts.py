@@ -1,8 +1,6 @@
 """Main loops as the compiler made them: no class of instructions has grown past its committed count, and the
 parts that count them do what they say. Needs no GPU."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

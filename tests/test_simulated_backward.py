@@ -1,7 +1,5 @@
 """Rows that compute gradients, by their PTX on the simulator, against dense fp64: docs/simulation.md."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Rows of every kind, by their PTX on the simulator, against dense fp64, each in a process of its own, two at a time:
 no GPU, sm_120's TMA code included. docs/simulation.md says what that shows."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The simulator's cp.async and TMA against numpy, and the mistakes with them that it must find."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

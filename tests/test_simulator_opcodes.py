@@ -4,8 +4,6 @@ Integers, addresses, lanes and matrices are what every row of test_simulated_par
 index or operand is another one is far off, or outside of its tensors.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """How the simulator runs threads: divergence, what lanes exchange, barriers, and what it finds wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

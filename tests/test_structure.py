@@ -1,7 +1,5 @@
 """What every kernel needs is defined once, in ``src/``; guides name files that there are. Needs no build."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Rows that copy by TMA, and those whose launches overlap, without a GPU: what CMake makes of their lines, and nvcc of
 their kernels. What they compute, and that calls don't overtake each other, the parity gate asks."""
 
-from __future__ import annotations
-
 import collections
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """tools/tune.py: the space of candidates, the search, its gates, the leaderboard. tools/emulate.py: its builds, how
 launches are padded, what is timed. Needs no GPU; nvcc and CMake as a build does."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,8 +1,6 @@
 """The machine code inside a built extension, object file, fatbin or cubin, as cuobjdump and nvdisasm print it
 (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm). Needs no GPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,8 +4,6 @@ It is tools/tune.py with that GPU's rows and its balance: all other options, --j
 which share of the slowed mma's rate rows of all families reach.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

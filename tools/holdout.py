@@ -5,8 +5,6 @@ or judges the present model and calibration by stored timings, without one (docs
     python tools/holdout.py --evaluate holdout.json [--markdown holdout.md]
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -8,8 +8,6 @@ What is counted is the whole body: masks, the exact softmax's second pass over a
 copies, of which a step issues what it needs, stand in it once, too.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -7,8 +7,6 @@ Needs a GPU whose counters it may read, and ncu on PATH. docs/profiling.md says 
 do about it. It isn't called profile, as a module is that cProfile imports.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

@@ -8,8 +8,6 @@ The report is committed: tests hold the rows that they have compiled, which are 
 ``make release-check`` its hash against the sources.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -4,8 +4,6 @@ Exit status 1 when a tool reports an error or a hazard, or when it could not loo
 small_problems.py; without a tool they run alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import math

@@ -3,8 +3,6 @@
 Builds what it needs in build/simulator; each row then runs the tests' short problems, and all of them so many drawn
 ones as asked for. Exit status 1 with the first problem that a row gets wrong, or breaks a rule of the GPU with."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,8 +1,6 @@
 """Problems so small that every kernel of a build can run them under compute-sanitizer. Inputs are made and results
 compared on the CPU, so that next to no kernel but ours runs. What runs a kernel's problems stops after each of them."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 import sys

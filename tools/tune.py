@@ -3,8 +3,6 @@
 python tools/tune.py --preset dense --head-dim 64 --head-dim 128 --minutes 30
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

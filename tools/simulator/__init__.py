@@ -1,7 +1,5 @@
 """The simulator's builds, in place of the CUDA runtime: docs/simulation.md."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """A candidate on a GPU: the parity gate, then its times beside the incumbents'. search.py starts it once for each, a
 process of its own: it holds one ``_C``, and a kernel that reads where it must not takes down what launched it."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
