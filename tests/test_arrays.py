@@ -138,8 +138,6 @@ def test_capsules_that_are_read_in_another_way():
 
 
 class Cupy(Recorder):
-    """CuPy's array, in the CPU's memory."""
-
     __module__ = "cupy._core"
     stream, taken = 0, []  # which the library works on; what it was handed
     data = property(lambda self: SimpleNamespace(ptr=self.tensor.data_ptr()))
@@ -212,8 +210,10 @@ def test_a_call_of_arrays_alone_makes_no_tensor_of_them(launched: list[Any], mon
     "what", ["stream", "device", "type", "layout", "feature", "mode", "autocast", "refusal", "a launch of its own"]
 )
 def test_a_call_with_anything_else_goes_by_tensors(launched: list[Any], monkeypatch: pytest.MonkeyPatch, what: str):
-    (q, k, v), around, said = (Cupy(x) for x in qkv()), contextlib.nullcontext(), {}
+    q, k, v = (Cupy(x) for x in qkv())
     want = attention(*qkv())
+    arounds = {"mode": BaseTorchFunctionMode(), "autocast": torch.autocast("cpu", torch.bfloat16)}
+    said = {"layout": {"layout": "bhsd"}, "feature": {"seqused_k": Cupy(ints(65, 65))}}.get(what, {})
     patches = {
         "stream": (Cupy, "stream", 7),
         "device": (private_torch, "current_device", lambda: 0),
@@ -225,17 +225,10 @@ def test_a_call_with_anything_else_goes_by_tensors(launched: list[Any], monkeypa
         v = type("Elsewhere", (Cupy,), {})(v.tensor, (1, 0))
     elif what == "layout":
         q, k, v = (Cupy(x.tensor.transpose(1, 2)) for x in (q, k, v))
-        said = {"layout": "bhsd"}
-    elif what == "feature":
-        said = {"seqused_k": Cupy(ints(65, 65))}
-    elif what == "mode":
-        around = BaseTorchFunctionMode()
-    elif what == "autocast":
-        around = torch.autocast("cpu", torch.bfloat16)  # arrays keep their dtype
-    else:
+    elif what == "a launch of its own":
         prepared = plan.prepare((q.tensor, k.tensor, v.tensor), "none", None)
         monkeypatch.setattr(arrays.plan, "kept_by", lambda *_: prepared._replace(launch=lambda *_: None))
-    with around:
+    with arounds.get(what, contextlib.nullcontext()):
         out = attention(q, k, v, **said)
     assert not launched and torch.equal(out.tensor.transpose(1, 2) if what == "layout" else out.tensor, want)
 

@@ -31,12 +31,28 @@ def test_float64_is_of_the_cpu():
             attention(q.double(), q.double(), q.double())
 
 
-def test_the_signature_is_torchs():
+def test_signatures_are_torchs_the_ops_and_list_the_features():
     ours = inspect.signature(scaled_dot_product_attention).parameters
     plain = [str(p.replace(annotation=inspect.Parameter.empty)) for p in ours.values()]
     torchs = "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False"
     assert ", ".join(plain) == torchs + ", out=None"  # the last is ours alone
     assert ours["out"].kind == inspect.Parameter.KEYWORD_ONLY
+    *features, numbers = [x for x in torch.ops.cutlass_fmha.attend.default._schema.arguments if x.kwarg_only]
+    assert {x.name: x.default_value for x in features} == Features._field_defaults
+    assert tuple(x.name for x in features) == Features._fields
+    assert numbers.name == "numbers"  # which stands for three others in a compiled graph
+    hints = get_type_hints(FeatureArguments, vars(typing) | {"Tensor": torch.Tensor})
+    assert set(hints) == op_arguments.TENSORS | op_arguments.INTEGERS | op_arguments.FLOATS | op_arguments.OTHERS
+    said = {*hints, *RESULTS}
+    assert set(CallArguments.__annotations__) == said and all(name in attention.__doc__ for name in said)
+    listed = inspect.signature(attention).parameters
+    assert set(listed) == {"q", "k", "v", "scale", "causal", "return_lse", "layout", "row"} | said
+    assert [name for name, each in listed.items() if each.kind != each.KEYWORD_ONLY] == ["q", "k", "v"]
+    assert listed["window"].annotation == "tuple[int | None, int | None] | None"
+    for function in (cutlass_fmha.with_kv_cache, cutlass_fmha.cascade_attention):
+        kinds = {each.kind for each in inspect.signature(function).parameters.values()}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds
+    assert not set(FOREIGN) & set(listed)
 
 
 #: Of queries and of keys, and of masks that broadcast to their scores.
@@ -99,28 +115,6 @@ def call(**arguments: Any) -> Any:
     return attention(**({"q": Q, "k": K, "v": V} | arguments))
 
 
-def test_the_ops_keyword_arguments_are_the_fields_of_features():
-    *features, numbers = [x for x in torch.ops.cutlass_fmha.attend.default._schema.arguments if x.kwarg_only]
-    assert {x.name: x.default_value for x in features} == Features._field_defaults
-    assert tuple(x.name for x in features) == Features._fields
-    assert numbers.name == "numbers"  # which stands for three others in a compiled graph
-
-
-def test_signatures_list_the_features():
-    hints = get_type_hints(FeatureArguments, vars(typing) | {"Tensor": torch.Tensor})
-    assert set(hints) == op_arguments.TENSORS | op_arguments.INTEGERS | op_arguments.FLOATS | op_arguments.OTHERS
-    said = {*hints, *RESULTS}
-    assert set(CallArguments.__annotations__) == said and all(name in attention.__doc__ for name in said)
-    listed = inspect.signature(attention).parameters
-    assert set(listed) == {"q", "k", "v", "scale", "causal", "return_lse", "layout", "row"} | said
-    assert [name for name, each in listed.items() if each.kind != each.KEYWORD_ONLY] == ["q", "k", "v"]
-    assert listed["window"].annotation == "tuple[int | None, int | None] | None"
-    for function in (cutlass_fmha.with_kv_cache, cutlass_fmha.cascade_attention):
-        kinds = {each.kind for each in inspect.signature(function).parameters.values()}
-        assert inspect.Parameter.VAR_KEYWORD not in kinds
-    assert not set(FOREIGN) & set(listed)
-
-
 def test_what_says_nothing_is_a_plain_call(monkeypatch):
     monkeypatch.setattr(cpu, "attend", None)
     nothing = dict.fromkeys(("causal", *FeatureArguments.__annotations__))
@@ -148,7 +142,6 @@ def test_what_changes_no_result_reaches_the_op(monkeypatch):
 
 
 def test_what_is_legal_together():
-    """Combinations that look as if they could be refused."""
     call(k=K[:1], v=V[:1], cache_batch_idx=ints(0, 0))
     call(window=(0, 2**29), prefix_lengths=ints(100, 0))
     call(block_mask=(BLOCKS[0] * 0, BLOCKS[1] - 5, (4, 4)))

@@ -1,7 +1,4 @@
-"""torch.autocast: a call does what casting by hand does, bit for bit. CUDA's keys are seen on fake tensors.
-
-test_parity_runtime.py has a GPU's; test_torch_func.py and test_training.py have the gradients.
-"""
+"""torch.autocast: a call does what casting by hand does, bit for bit. Gradients: test_{torch_func,training}.py."""
 
 from __future__ import annotations
 
@@ -54,7 +51,6 @@ def heads_first(t: dict[str, Tensor], heads_kv: int = 4) -> list[Tensor]:
 
 
 # Nothing is indexed with brackets, which torch without CUDA refuses for fake CUDA tensors.
-#: Ways to call, each of which returns an output, or an output and an LSE.
 CALLS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "plain": lambda t: attention(*qkv(t), return_lse=True),
     "flash": lambda t: attention(*heads_first(t), layout="bhsd", causal="top-left", return_lse=True),
@@ -79,7 +75,6 @@ every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
 def assert_same(found: Any, expected: Any, dtype: torch.dtype) -> None:
-    """The same bits: an output of ``dtype`` and an LSE of float32."""
     found, expected = ((x,) if isinstance(x, Tensor) else x for x in (found, expected))
     assert [x.dtype for x in found] == [dtype, F32][: len(found)]
     for a, b in zip(found, expected, strict=True):
@@ -127,12 +122,15 @@ def test_a_call_is_the_one_that_is_cast_by_hand(call: Callable[..., Any], contex
 
 
 @pytest.mark.parametrize("cache_enabled", [True, False])
-def test_no_cast_outlives_what_it_was_made_of(cache_enabled: bool):
+def test_no_cast_outlives_what_it_was_made_of_and_explain_casts_alike(cache_enabled: bool):
     t = {name: torch.nn.Parameter(x) for name, x in drawn().items() if name in "qkv"}
     with cpu(cache_enabled=cache_enabled), torch.no_grad():
         before = CALLS["plain"](t)
         t["v"].mul_(2)
         assert_same(CALLS["plain"](t)[0], before[0] * 2, BF16)
+        for said in ({}, {"bias": drawn()["bias"]}):  # explain tells what runs
+            found = cutlass_fmha.explain(t["q"], t["k"].bfloat16(), t["v"], device="l4", **said)
+            assert found.problem.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
@@ -153,16 +151,7 @@ def test_what_is_no_attention_is_as_it_is_elsewhere(dtype: torch.dtype):
         assert_same(found, cutlass_fmha.merge_states(narrow[0].float(), narrow[1], *wide), F32)
 
 
-def test_explain_tells_what_runs():
-    t = drawn()
-    with cpu():
-        for said in ({}, {"bias": t["bias"]}):
-            found = cutlass_fmha.explain(t["q"], t["k"].bfloat16(), t["v"], device="l4", **said)
-            assert found.problem.dtype == "bfloat16"
-
-
 def step(t: dict[str, Tensor], packed: bool = False, **more: Any) -> Tensor:
-    """New keys and values into the cache, and attention over what it has then."""
     rows = [t["q"].narrow(1, 0, 3), t["new_k"], t["new_v"]]
     if packed:
         rows = [x.flatten(0, 1) for x in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from fake_build import L4
-from tensors import ints
+from tensors import ints, randn
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,8 +31,7 @@ F64 = torch.float64
 BACKWARD = torch.ops.cutlass_fmha.attend_backward
 
 
-def drawn(*shape: int, dtype: torch.dtype = F64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=F64).to(dtype)
+drawn = functools.partial(randn, dtype=F64)
 
 
 def tensors(seqlen_q: int = 7, seqlen_k: int = 9, dtype: torch.dtype = F64, head_dim: int = 8) -> list[Tensor]:
@@ -107,7 +107,6 @@ def test_a_gradient_that_nobody_wants_is_empty_and_one_of_the_output_lies_anywhe
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, Any]) -> None:
-    """A table of these rows, of the backward in float16."""
     usual = {"family": "backward", "dtype": "float16", "smem_bytes": 99000, "alignment": 16, "arch": 90}
     usual |= {"scored": False, "writes_scores": False}
     made = tuple(SimpleNamespace(index=i, **usual | row) for i, row in enumerate(rows))
@@ -117,7 +116,6 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, Any]) -> None
 
 @pytest.fixture
 def four_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head dims 64 and 128 for two architectures."""
     of_all = [{"name": f"bwd_sm{a}_d{d}", "arch": a, "head_dim": d} for a in (89, 90) for d in (128, 64)]
     put_in_place(monkeypatch, *of_all)
 
@@ -161,8 +159,7 @@ def test_wide_rows_have_gradients_of_what_their_forward_knows():
 
 @pytest.mark.usefixtures("two_routes")
 def test_a_row_is_asked_for_while_sizes_are_symbols(monkeypatch: pytest.MonkeyPatch):
-    """As in a graph of dynamic shapes: what can't be hashed, and what is asked of it is noted. Nothing is of lengths:
-    a row that writes dS has a size in bytes, which of symbols makes what they stand for."""
+    """Of lengths nothing is noted as asked; a row that writes dS has a size in bytes, of what symbols stand for."""
     monkeypatch.setattr(launch.devices, "of_index", lambda index: H200)
     shapes = ShapeEnv()
     symbols = [(n, shapes.create_symbol(n, ConstantSource(f"s{n}"))) for n in (3, 11, 13, 64, 4096)]
@@ -310,8 +307,6 @@ def test_the_workspace_holds_whole_tiles():
 
 
 def test_compiled_with_dynamic_shapes():
-    """test_training.py has aot_eager."""
-
     def loss(*x: Tensor) -> Tensor:
         return attention(*x, causal=True).sin().sum()
 

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
 def states(shape: tuple[int, ...] = (2, 5, 3, 16)) -> list[tuple[Tensor, Tensor]]:
-    """Two, with LSEs of any size."""
     lse_shape = (*shape[:-3], shape[-2], shape[-3])
     return [(randn(*shape, seed=n), 9 * randn(*lse_shape, seed=n + 2)) for n in (0, 1)]
 
@@ -36,19 +35,16 @@ def test_nan_stays_in_its_row_and_what_is_far_below_counts_for_nothing():
 
 
 def cascade_inputs(own: int = 12, dim_v: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """q, the keys and values of all, and each sequence's own."""
     shapes = ((3, 5, 4, 16), (20, 2, 16), (20, 2, dim_v), (3, own, 2, 16), (3, own, 2, dim_v))
     return tuple(randn(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes))
 
 
 def whole_keys(k_shared: Tensor, v_shared: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The shared keys before each sequence's own."""
     return tuple(torch.cat((first.expand(len(x), *first.shape), x), 1) for first, x in ((k_shared, k), (v_shared, v)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_an_empty_part_passes_the_others_bits_on(dtype: torch.dtype):
-    """test_parity_helpers.py has no shared keys."""
     q, k_shared, v_shared, k, v = cascade_inputs(dtype=dtype)
     of_all = cutlass_fmha.attention(q.reshape(1, 15, 4, 16), k_shared[None], v_shared[None], return_lse=True)
     output, lse = cascade_attention(q, k_shared, v_shared, k[:, :0], v[:, :0], causal=True, return_lse=True)

@@ -28,7 +28,6 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def make(lengths: list[int], heads: int, dim: int, seed: int, offsets: Tensor | None = None) -> Tensor:
-    """[batch, seqlen, heads, dim], fp64, a leaf."""
     values = randn(sum(lengths), heads, dim, dtype=torch.float64, seed=seed)
     offsets = starts(*lengths).long() if offsets is None else offsets
     found: Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=max(lengths))
@@ -42,14 +41,12 @@ def operands(cross: bool = True, heads_kv: int = 2, dim_v: int = 24) -> list[Ten
 
 
 def packed(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows, and where those of each document begin."""
     if x.is_nested:
         return x.values(), x.offsets()
     return x.flatten(0, 1), torch.arange(len(x) + 1) * x.shape[1]
 
 
 def with_gradients(out: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Rows of the output, and of gradients."""
     rows = packed(out)[0] if out.dim() == 4 else out
     given = torch.autograd.grad((rows * randn(*rows.shape, seed=9).to(rows)).sum(), tensors)
     return [rows.detach(), *(packed(x)[0] if x.dim() == 4 else x for x in given)]

@@ -25,9 +25,7 @@ fmha = importlib.import_module("cutlass_fmha.jax")  # a broken one is no reason 
 traced = importlib.import_module("cutlass_fmha.jax.traced")
 jnp = jax.numpy
 
-PACKED = {
-    "cu_seqlens_q": ints(0, 20, 33), "cu_seqlens_k": ints(0, 40, 65), "max_seqlen_q": 20, "max_seqlen_k": 40,
-}  # fmt: skip
+PACKED = {"cu_seqlens_q": ints(0, 20, 33), "cu_seqlens_k": ints(0, 40, 65), "max_seqlen_q": 20, "max_seqlen_k": 40}
 #: Of a call its operands and what it says, as ``cutlass_fmha.attention`` takes it.
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "nothing": ({}, {}),

@@ -152,20 +152,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 
 def turn(seqlen_q: int = 1, appended: bool = True, kind: str = "contiguous", **said: Any) -> Step:
-    """A decoding step of three sequences."""
     cache = Cache(kind, torch.float16, (64, 64))
     q, *new = (randn(3, seqlen_q, heads, 64, dtype=torch.float16) for heads in (6, 2, 2))
     said |= {"cache_seqlens": ints(0, 5, 9), **cache.places}
     return functools.partial(with_kv_cache, q, cache.k_cache, cache.v_cache, *(new if appended else ()), **said)
 
 
-def on_gpu(step: Step) -> Step:
+def on_gpu(step: Step, q: Tensor | None = None) -> Step:
+    """Or with another query, as it is."""
     args, said = tree_map_only(Tensor, lambda x: x.as_subclass(LooksLikeCuda), (step.args, step.keywords))
-    return functools.partial(with_kv_cache, *args, **said)
-
-
-def with_query(q: Tensor, step: Step) -> Step:
-    return functools.partial(with_kv_cache, q, *step.args[1:], **step.keywords)
+    return functools.partial(with_kv_cache, args[0] if q is None else q, *args[1:], **said)
 
 
 COS, SIN = table(40, 32)
@@ -209,7 +205,7 @@ def test_what_differs_is_another_plan_and_numbers_are_checked_at_each_call(launc
     for said, kept in (({}, 1), ({"scale": 2.0}, 1), ({"softcap": 1.0}, 2), ({"rotary_interleaved": True}, 3)):
         step(**said)
         assert len(plan._plans) == kept, said
-    with_query(torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).as_subclass(LooksLikeCuda), step)()
+    on_gpu(step, torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).as_subclass(LooksLikeCuda))()
     step(cache_seqlens=7, rotary_seqlens=3)
     step(cache_seqlens=8, rotary_seqlens=None)
     assert len(launched) == 14 and len(plan._plans) == 5  # of tensors, with and without positions
@@ -225,8 +221,6 @@ def test_what_differs_is_another_plan_and_numbers_are_checked_at_each_call(launc
 
 
 def test_a_step_that_something_listens_to_goes_through_the_dispatcher(launched: Launches):
-    """test_ops.py has all that may listen."""
-
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(str(func))
@@ -242,9 +236,9 @@ def test_a_step_that_something_listens_to_goes_through_the_dispatcher(launched: 
         step()  # attention's part was done before: of the append alone the op is asked
     assert len(launched) == 1 and "softcap" in launched.pop()[1]
     with pytest.raises(NotImplementedError, match="no backward"):
-        with_query(step.args[0].detach().requires_grad_(), step)()
+        on_gpu(step, step.args[0].detach().requires_grad_())()
     with pytest.raises(RuntimeError, match="Batching rule not implemented for cutlass_fmha::append_kv_"):
-        torch.vmap(lambda q: with_query(q, step)())(step.args[0][None])
+        torch.vmap(lambda q: on_gpu(step, q)())(step.args[0][None])
     assert launched == []
     step()
     assert len(launched) == 2

@@ -17,7 +17,6 @@ def close(found: object, wanted: object) -> None:
 
 
 def check_with_gradients(layer: torch.nn.Module, x: torch.Tensor, found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Results, gradients of ``x`` beside them, and that each weight has one."""
     close(found, wanted)
     close(*(torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0] for y in (found, wanted)))
     found.sum().backward()
@@ -104,7 +103,6 @@ def test_a_block_under_autocast():
 
 
 def dense(layer: nn.Attention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The same in torch's words, over the names of a checkpoint."""
     state = layer.state_dict()
 
     def projected(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,6 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
 
 
 def results(call: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """The output and the gradient of each tensor."""
     out = call(*tensors)
     return [out, *torch.autograd.grad(out, tensors, randn(*out.shape, seed=9).to(out))]
 
@@ -65,7 +64,6 @@ CALLS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_and_gradients_are_ours_and_as_exact_as_torchs(name: str, place: str):
-    """Beside fp64, which torch computes on the CPU."""
     shapes, options = CALLS[name]
     dtype = torch.float32 if place == "cpu" else torch.float16
     given = [x.detach().to(place).requires_grad_() for x in leaves(*shapes, dtype=dtype)]
@@ -143,7 +141,6 @@ PLACES = pytest.mark.parametrize(
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_torchs_modules_run_ours(training: bool, padded: bool, place: str, dtype: torch.dtype, tolerance: float):
-    """Layers with torch's MultiheadAttention."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 4, dim_feedforward=32, dropout=0.0, batch_first=True)
     module = nn.TransformerEncoder(layer, 2).train(training).to(place, dtype)
@@ -380,7 +377,7 @@ def test_a_flash_op_that_is_declined_is_whose_it_was():
 
 
 @with_registry
-def test_what_only_the_flash_forward_takes_reaches_attention_and_its_output_lies_as_torchs():
+def test_what_only_the_flash_ops_take_or_mean_reaches_ours(monkeypatch: pytest.MonkeyPatch):
     q, k = (x.detach().transpose(1, 2) for x in leaves(Q, K))
     op = torch.ops.aten._flash_attention_forward.default
     known = {x.name for x in op._schema.arguments}
@@ -389,11 +386,7 @@ def test_what_only_the_flash_forward_takes_reaches_attention_and_its_output_lies
         out = op(q, k, k, None, None, 9, 13, 0.0, False, False, **options)[0]
     assert {name: ours.call_args.kwargs[name] for name in options} == options
     assert torch.equal(out, cutlass_fmha.attention(q, k, k, **options)) and out.stride() == q.stride()
-
-
-@with_registry
-def test_a_flash_backward_understands_an_lse_of_torchs_forward_and_is_as_deterministic(monkeypatch: pytest.MonkeyPatch):
-    """A query without keys has +inf there, and -inf here."""
+    # A query without keys has an LSE of +inf there, and -inf here.
     q, k = randn(1, 5, 2, 32), randn(1, 3, 2, 32)
     out, lse = cutlass_fmha.attention(q, k, k, causal=True, return_lse=True)
     theirs = lse.masked_fill(lse == -math.inf, math.inf)

@@ -23,11 +23,7 @@ CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "one head of keys": (Q, (2, 13, 1, 32), {"window": (4, 0)}),
     "3 heads of keys for 2 devices": ((2, 9, 6, 32), (2, 13, 3, 32), {}),
     "mask, a bias of heads, sinks": (Q, K, {"mask": MASK, "bias": randn(4, 9, 13), "sinks": randn(4)}),
-    "lengths, slopes": (
-        Q,
-        K,
-        {"seqused_k": ints(13, 5), "alibi_slopes": randn(2, 4).abs(), "bias": randn(2, 1, 9, 13)},
-    ),
+    "lengths": (Q, K, {"seqused_k": ints(13, 5), "alibi_slopes": randn(2, 4).abs(), "bias": randn(2, 1, 9, 13)}),
     "block lists": (Q, K, {"block_mask": (ints(1, 1).view(2, 1, 1), ints(0, 0).view(2, 1, 1, 1), (128, 128))}),
     "packed": ((10, 4, 32), (12, 2, 32), {"cu_seqlens_q": ints(0, 4, 10), "cu_seqlens_k": ints(0, 5, 12)}),
 }
@@ -35,7 +31,6 @@ LEARNED = ("bias", "sinks")
 
 
 def results(q: Tensor, k: Tensor, v: Tensor, features: dict[str, Any], of_output: Any) -> list[Tensor]:
-    """Output, LSE and gradients, of features too."""
     out, lse = attention(q, k, v, return_lse=True, **features)
     wanted = [q, k, v, *(features[name] for name in LEARNED if name in features)]
     loss = (out * of_output).sum() + lse.nan_to_num(neginf=0.0).sum()

@@ -67,7 +67,6 @@ Function = Callable[..., Tensor]
 
 
 def by_autograd(number: Function, x: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of x, a bias and sinks."""
     leaves = [t.clone().requires_grad_() for t in (x, BIAS, SINKS)]
     return torch.autograd.grad(number(*leaves), leaves, materialize_grads=True)
 
@@ -82,7 +81,6 @@ def close(found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("call", FUNCTIONS)
 def test_transforms_are_autograds(call: Function) -> None:
-    """grad, vjp and jacrev; vmap of grad, and grad of vmap, of what is mapped and of what all share."""
     wanted = by_autograd(squares(call), X)
     assert wanted[0].abs().max() > 0
     close(func.grad(squares(call), argnums=(0, 1, 2))(X, BIAS, SINKS), wanted)

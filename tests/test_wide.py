@@ -32,8 +32,6 @@ from cutlass_fmha.launch import plan
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEVICES = {89: "rtx4090", 90: "h200", 120: "rtx5090"}
-
-
 ROWS = [row for row in _C.rows() if row.family == "wide"]
 
 
@@ -71,6 +69,7 @@ def reasons(row: _C.Row, asked: Problem) -> list[str]:
 
 
 UNKNOWN = ("prefix", "block_mask", "softcap", "alibi", "sinks", "dropout", "pages", "splits")
+MULTIPLES = "takes block masks of blocks that are multiples of 64 x 64, and these are 64 x 32"
 LEFT, ABOVE_256 = {"window": (9, 0)}, "for float32 and for head dims above 256, which no other row takes"
 
 
@@ -95,11 +94,7 @@ def test_what_a_row_does_not_take_is_a_reason():
         (of_512, problem("bfloat16", 8, head_dim_v=512, features=("pages",), alignment=2, page_size=16), ""),
         (of_512, problem("bfloat16", 256), ABOVE_256),
         (of_512, problem("bfloat16", 513), "made for head dims up to 512, and the tensors have 513"),
-        (
-            of_512,
-            problem(features=("block_mask",), block_mask=(64, 32)),
-            "takes block masks of blocks that are multiples of 64 x 64, and these are 64 x 32",
-        ),
+        (of_512, problem(features=("block_mask",), block_mask=(64, 32)), MULTIPLES),
     ):
         for found in (reasons(row(asked.dtype, arch), asked) for arch in DEVICES):
             assert found == [] if not expected else any(each.startswith(expected) for each in found), found
@@ -158,7 +153,6 @@ def made(dtype: torch.dtype, seqlen: int, heads: int, head_dim: int) -> Tensor:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_launch_packs_what_its_tensors_hold(group: str):
-    """By every dtype's row for any head dim."""
     for problem, dtype in zip(GROUPS[group], itertools.cycle(DTYPES), strict=False):
         Launch.of(row_of(dtype), problem, "cpu").check()
 
