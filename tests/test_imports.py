@@ -18,8 +18,6 @@ UPWARDS = {
     ("calibrate.measurements", ""): "the same",
     ("dispatch.explain", "calibrate.timing"): "explain(measure=True) times rows: only then is that imported",
 }
-
-
 MODULES = {
     ".".join(part for part in file.relative_to(PACKAGE).with_suffix("").parts if part != "__init__"): file
     for file in PACKAGE.rglob("*.py")

@@ -173,12 +173,10 @@ def test_a_compiled_call_writes_there():
         return merged[1] * 2, first + 1
 
     rooms = [[poisoned(q, True), poisoned(randn(2, 4, 33), False), poisoned(q, False)] for _ in range(2)]
-    expected = step(*(x.view for x in rooms[0]))
+    views = [[x.view for x in to] for to in rooms]
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    found = compiled(*(x.view for x in rooms[1]))
-    pairs = [*zip(found, expected, strict=True), *((b.view, a.view) for a, b in zip(*rooms, strict=True))]
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours, theirs)
+    expected, found = step(*views[0]), compiled(*views[1])
+    torch.testing.assert_close((found, views[1]), (expected, views[0]))
     assert all(x.intact() for x in rooms[1])
 
 
@@ -198,9 +196,9 @@ def test_opcheck_passes():
 
 
 def test_autocasts_dtype_is_that_of_the_result():
-    q, k, v = (x.float() for x in (Q, K, V))
+    call = functools.partial(attention, Q.float(), K.float(), V.float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = attention(q, k, v)
-        assert torch.equal(attention(q, k, v, out=torch.empty_like(expected)), expected)
+        expected = call()
+        assert torch.equal(call(out=torch.empty_like(expected)), expected)
         with pytest.raises(ValueError, match="out must be bfloat16, as the result is, got float32"):
-            attention(q, k, v, out=torch.empty_like(expected, dtype=torch.float32))
+            call(out=expected.float())

@@ -1,18 +1,23 @@
-"""tools/: the hash of the sources, the release check and the sanitizer's driver."""
+"""tools/: how they build and what they start, the hash of the sources, the release check, the sanitizer's driver."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import runpy
+import shutil
+import signal
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import building
 import check_engines
 import pytest
 import release_check
@@ -43,11 +48,10 @@ def test_every_tool_tells_what_it_does(name: str, capsys: pytest.CaptureFixture[
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    directory = tmp_path / "src"
-    (directory / "forward").mkdir(parents=True)
-    (directory / "a.h").write_text("one")
-    (directory / "forward" / "b.cuh").write_text("two")
-    return directory
+    (tmp_path / "src" / "forward").mkdir(parents=True)
+    for name, text in (("a.h", "one"), ("forward/b.cuh", "two")):
+        (tmp_path / "src" / name).write_text(text)
+    return tmp_path / "src"
 
 
 def test_the_hash_depends_on_names_and_contents_only(sources: Path, tmp_path: Path):
@@ -58,10 +62,10 @@ def test_the_hash_depends_on_names_and_contents_only(sources: Path, tmp_path: Pa
     assert {source_hash(copy)} == hashes and len(min(hashes)) == 64
     (copy / "a.h").write_text("One")
     hashes.add(source_hash(copy))
-    (copy / "forward" / "b.cuh").rename(copy / "forward" / "c.cuh")
-    for text, other in (("ab", "c"), ("a", "bc"), ("abc", "")):  # as much text in both together
-        (copy / "a.h").write_text(text)
-        (copy / "forward" / "c.cuh").write_text(other)
+    other = (copy / "forward" / "b.cuh").rename(copy / "forward" / "c.cuh")
+    for texts in (("ab", "c"), ("a", "bc"), ("abc", "")):  # as much text in both together
+        (copy / "a.h").write_text(texts[0])
+        other.write_text(texts[1])
         hashes.add(source_hash(copy))
     assert len(hashes) == 5
     files = [path.as_posix() for path in source_files(SOURCES)]
@@ -75,46 +79,40 @@ def test_the_hash_depends_on_names_and_contents_only(sources: Path, tmp_path: Pa
 MODES = {90: "native", 89: "ptx", 120: "proxy"}
 
 
-def make_report(directory: Path, sources: Path, arch: int, date: str = "2026-11-20T10:00:00+00:00", **changes: Any):
+def make_report(arch: int, date: str = "2026-11-20T10:00:00+00:00", **changes: Any):
     """A report as a parity run writes it, made by the code that makes the real ones."""
     report = ParityReport(expected=[f"fwd_sm{arch}_f16_d64", f"fwd_sm{arch}_bf16_d64"])
     for name in report.expected:
         report.record(name, "b2 h2 q64 k64 none", Errors(1e-3, 0.4, 1e-6, 0.1))
     environment = {"date": date, "arch": arch, "mode": MODES[arch], "gpu": "NVIDIA H200"}
-    environment |= {"source_hash": source_hash(sources)}
+    environment |= {"source_hash": source_hash(release_check.SOURCES)}
     environment |= dict.fromkeys(("driver", "capability", "python", "torch", "cuda", "package"), "9.0")
-    report.write(directory, {**report.content(True, {"passed": 2}, environment), **changes})
+    report.write(release_check.REPORTS, {**report.content(True, {"passed": 2}, environment), **changes})
 
 
 @pytest.fixture
-def reports(tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a report of each architecture, beside one of the machine code: those that are checked."""
+def release(tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Callable[[], tuple[int, str]]:
+    """The check, of a report of each architecture beside one of the machine code."""
     machine_code = {**resources.read_report(), "source_hash": source_hash(sources)}
     resources.write_report(machine_code, tmp_path / "resources.json")
     monkeypatch.setattr(resources, "REPORT", tmp_path / "resources.json")
     monkeypatch.setattr(release_check, "REPORTS", tmp_path / "reports")
     monkeypatch.setattr(release_check, "SOURCES", sources)
     for arch in MODES:
-        make_report(release_check.REPORTS, sources, arch)
-    return release_check.REPORTS
-
-
-@pytest.fixture
-def release(reports: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[], tuple[int, str]]:
+        make_report(arch)
     return lambda: (release_check.main([]), capsys.readouterr().out)
 
 
-def test_the_newest_report_of_each_architecture_counts(sources: Path, reports: Path, release: Any):
-    assert (reports / "2026-11-20-nvidia-h200-ptx-sm89.json").exists()
+def test_the_newest_report_of_each_architecture_counts(release: Any):
+    assert (release_check.REPORTS / "2026-11-20-nvidia-h200-ptx-sm89.json").exists()
     status, output = release()
     assert (status, output.count("\n")) == (0, 1) and "prove the present sources" in output
     # Newer by the clock though not by name: its time zone is another.
-    newer = {"source_hash": "0" * 64, "gpu": "NVIDIA H100"}
-    make_report(reports, sources, 90, "2026-11-20T09:30:00-02:00", **newer)
+    make_report(90, "2026-11-20T09:30:00-02:00", source_hash="0" * 64, gpu="NVIDIA H100")
     status, output = release()
     assert status == 1
     assert "2026-11-20-nvidia-h100-native-sm90.json is of other sources (hash 000000000000" in output
-    make_report(reports, sources, 90, "2026-11-20T12:00:00+00:00")
+    make_report(90, "2026-11-20T12:00:00+00:00")
     assert release()[0] == 0
 
 
@@ -135,8 +133,8 @@ def test_the_newest_report_of_each_architecture_counts(sources: Path, reports: P
         *(("odd", text, "odd.json is not a") for text in ("{}", "not json", '{"kind": "benchmark"}', "[]")),
     ],
 )
-def test_what_proves_less_is_told_in_a_sentence(name: str, changes: Any, expected: str, reports: Path, release: Any):
-    path = next(reports.parent.rglob(f"*{name}.json"), reports / f"{name}.json")
+def test_what_proves_less_is_told_in_a_sentence(name: str, changes: Any, expected: str, release: Any, tmp_path: Path):
+    path = next(tmp_path.rglob(f"*{name}.json"), release_check.REPORTS / f"{name}.json")
     if changes is None:
         path.unlink()
     elif isinstance(changes, str):
@@ -186,8 +184,8 @@ def test_a_sanitizer_that_is_missing_or_finds_something_fails(tmp_path, monkeypa
     assert sanitize.main(["--tool", "memcheck"]) == 1
     assert "compute-sanitizer was not found" in capfd.readouterr().out
     script = '#!/bin/sh\n[ "$2" = memcheck ] || SUMMARY="ERROR SUMMARY: 0 errors"\necho "$SUMMARY $@"\n'
-    (tmp_path / "compute-sanitizer").write_text(script)
-    (tmp_path / "compute-sanitizer").chmod(0o755)
+    (program := tmp_path / "compute-sanitizer").write_text(script)
+    program.chmod(0o755)
     for summary, status in (("ERROR SUMMARY: 0 errors", 0), ("RACECHECK SUMMARY: 2 hazards", 1), ("", 1)):
         monkeypatch.setenv("SUMMARY", summary)
         assert sanitize.main(["--tool", "all", "--rows", "d64"]) == status
@@ -227,24 +225,116 @@ def test_every_kernel_has_problems_for_the_sanitizer(monkeypatch: pytest.MonkeyP
 def test_a_release_that_calls_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     wheel, module, stand_ins = tmp_path / "vllm-0.whl", "vllm/v1/attention/backend.py", check_engines.STAND_INS
     texts = {x.relative_to(stand_ins).as_posix(): x.read_text() for x in stand_ins.rglob("*.py")}
-    changed = texts[module]
-    for old, new in (("causal: Any = True", "causal: Any = None"), ("blk_table", "table"), ("supports_sink", "name")):
-        assert old in changed
-        changed = changed.replace(old, new)
-    for text in (texts[module], changed):
+    changed = (
+        ("causal: Any = True", "causal: Any = None", "CommonAttentionMetadata.causal is None, not True"),
+        ("blk_table", "table", "is a function of self, metadata, table"),
+        ("supports_sink", "name", f"{module}.AttentionBackend.supports_sink is not there"),
+    )
+    for changes in ((), changed):
+        for old, new, _ in changes:
+            texts[module], before = texts[module].replace(old, new), texts[module]
+            assert texts[module] != before
         with zipfile.ZipFile(wheel, "w") as release:
-            for name in texts:
-                release.writestr(name, text if name == module else texts[name])
-        assert check_engines.main([str(wheel)]) == (text == changed)
+            for name, text in texts.items():
+                release.writestr(name, text)
+        assert check_engines.main([str(wheel)]) == bool(changes)
     told = capsys.readouterr().out
-    assert "CommonAttentionMetadata.causal is None, not True" in told
-    assert f"{module}.AttentionBackend.supports_sink is not there" in told
-    assert "is a function of self, metadata, table" in told
-    padding = tmp_path / "flash_attn" / "bert_padding.py"
-    padding.parent.mkdir()
-    text = (check_engines.FLASH_ATTN / padding.name).read_text()
+    assert all(line in told for *_, line in changed)
+    (tmp_path / "flash_attn").mkdir()
+    text = (check_engines.FLASH_ATTN / "bert_padding.py").read_text()
     for own in (text, text.replace("batch:", "sizes:")):
-        padding.write_text(own)
+        (tmp_path / "flash_attn" / "bert_padding.py").write_text(own)
         assert check_engines.main([str(tmp_path)]) == (own != text)
-    told = capsys.readouterr().out
-    assert "pad_input is a function of hidden_states, indices, sizes, seqlen, not" in told
+    assert "pad_input is a function of hidden_states, indices, sizes, seqlen, not" in capsys.readouterr().out
+
+
+def test_a_failed_build_ends_with_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sentence = "a sentence so long that CMake breaks it into lines" + ", word after word" * 9
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.26)\nproject(x LANGUAGES NONE)\n"
+        "add_custom_target(bad COMMAND echo 'x.cu(3): error: no such thing' COMMAND false)\n"
+        f'if(WRONG)\n  message(FATAL_ERROR "cutlass_fmha: {sentence}")\nendif()\n'
+        'message("${CUTLASS_FMHA_JOBS} ${Python_EXECUTABLE} ${pybind11_DIR} ${CMAKE_BUILD_TYPE}")\n'
+    )
+    monkeypatch.setattr(building, "ROOT", tmp_path)
+    with pytest.raises(building.BuildError, match="(?s)build failed, .*error: no such thing"):
+        building.Tree(tmp_path / "tree").build("bad", "*")
+    with pytest.raises(building.BuildError, match=f"^cutlass_fmha: {sentence}$"):
+        building.Tree(tmp_path / "tree", {"WRONG": 1}).configure()
+    with pytest.raises(building.BuildError, match="the project has no CMake variable OTHER"):
+        building.Tree(tmp_path / "tree", {"WRONG": 0, "OTHER": 1}).configure()
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    with pytest.raises(building.BuildError, match="cmake was not found: pip install -r requirements/bui"):
+        building.find_program("cmake")
+
+
+class InterruptedPopen(subprocess.Popen[bytes]):
+    """The interrupt comes when the process runs and its number is not yet anyone's."""
+
+    def __init__(self, *arguments: object, **options: object):
+        super().__init__(*arguments, **options)  # type: ignore[call-overload]
+        signal.raise_signal(signal.SIGINT)
+
+
+class LatePopen(subprocess.Popen[bytes]):
+    """Time is over when the process says that it has started its child, however long that takes."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is None:
+            return super().wait()
+        Path("ready").read_bytes()
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+
+@pytest.mark.parametrize(
+    ("popen", "first"),
+    [
+        (LatePopen, "open('ready', 'w').close()"),
+        (subprocess.Popen, "os.kill(os.getppid(), signal.SIGINT)"),
+        (InterruptedPopen, ""),
+    ],
+)
+def test_what_ends_a_program_ends_all_that_it_started(popen: Any, first: str, tmp_path, monkeypatch):
+    """A child and its child hold a lock until they are dead."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("ready")
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    script = (
+        "import fcntl, os, signal\nlock = open('lock', 'w'); fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        f"if os.fork() == 0: signal.pause()\n{first}\nsignal.pause()"
+    )
+    late = popen is LatePopen
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with nullcontext() if late else pytest.raises(KeyboardInterrupt):
+            command = [sys.executable, "-c", script]
+            assert building.run(command, tmp_path / "log", 2.0 if late else None) == (None, "")
+    finally:
+        signal.signal(signal.SIGINT, before)
+        monkeypatch.undo()
+    waiting = ["flock", "--timeout", "300", str(tmp_path / "lock"), "true"]
+    assert subprocess.run(waiting, check=False).returncode == 0, "one of both is alive"
+
+
+def test_rows_of_sm_89_are_compiled_for_older_gpus_too(tmp_path: Path):
+    """The least target has PTX, or what ptxas makes of it: for every GPU that none of the machine code runs on."""
+    for asked, ahead, compiled_for, code in (
+        ("89", "", "89", "89,code=[sm_89,compute_89]"),
+        ("80", "", "80", "80,code=[sm_80,compute_80]"),
+        ("89;86", "", "86,89", "86,code=[sm_86,compute_86];89,code=sm_89"),
+        ("80;89", "90", "80,89", "80,code=sm_90;89,code=sm_89"),
+        ("75", "", None, "contains \"75\", and there are kernels for 80, 86, 89, 90, 120 only"),
+        ("80", "86", None, "CUTLASS_FMHA_PTX_AHEAD must be empty or 90, and it is \"86\""),
+    ):  # fmt: skip
+        done = building.script(
+            tmp_path,
+            f'include({building.ROOT}/cmake/Architectures.cmake)\nset(CUTLASS_FMHA_SM120_PROXY "")',
+            f'set(CUTLASS_FMHA_PTX_AHEAD "{ahead}")',
+            f'set(CMAKE_CUDA_ARCHITECTURES "{asked}")\nfmha_set_architectures()\nfmha_set_compiled_for()',
+            'fmha_code_flags(89 found)\nmessage("${FMHA_ARCHITECTURES} ${FMHA_COMPILED_FOR_CXX} ${found}")',
+        )
+        told, flags = " ".join(done.stderr.split()), code.replace(";", ";-gencode=arch=compute_")
+        if compiled_for is None:
+            assert done.returncode and code in told
+        else:
+            assert told == f'89 {{89, "{compiled_for}"}} -gencode=arch=compute_{flags}'

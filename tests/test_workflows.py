@@ -98,7 +98,6 @@ PATHS = {"kernels": FILTERS["kernels"], "seen": [*FILTERS["seen"][0], *FILTERS["
 
 
 def filtered(name: str, *paths: str) -> bool:
-    """Whether one of the paths passes a filter of gpu.yml."""
     return any(fnmatch.fnmatch(path, pattern) for path in paths for pattern in PATHS[name])
 
 
@@ -130,7 +129,6 @@ KERNELS = (KERNEL, ["cmake/Wide.cmake"], ["CMakeLists.txt"], ["cutlass_fmha/laun
 PUSHES = ("opened", "synchronize", "reopened")
 LABELLED = event("labeled", "gpu", given="gpu")
 OTHER, FORK = {"given": "question"}, {"repository": "theirs/it"}
-ENDS = ("success", "failure", "cancelled")
 
 
 def test_who_uses_the_gpus_and_what_the_check_says_then():
@@ -147,7 +145,7 @@ def test_who_uses_the_gpus_and_what_the_check_says_then():
         assert gpu_run(KERNEL, **event("labeled", "gpu", given="gpu", **repository)) == (True, "gpu-gate", True)
         other = event("labeled", "gpu", "question", **OTHER, **repository)
         assert gpu_run(KERNEL, **other) == (False, "another label", True)
-    for result in ENDS:
+    for result in ("success", "failure", "cancelled"):
         ended = (True, "gpu-gate", result == "success")
         for name in ("push", "workflow_dispatch"):
             assert gpu_run([], result, event_name=name, event={}) == ended

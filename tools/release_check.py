@@ -25,18 +25,17 @@ KIND = "cutlass_fmha parity report"
 
 #: Architecture of the rows -> ways to run them that count; CONTRIBUTING.md says how to do it without such a GPU.
 REQUIRED = {90: ("native",), 89: ("native", "ptx"), 120: ("native", "proxy")}
-#: What a release depends on in a report.
-NEEDED = ("date", "arch", "mode", "passed", "source_hash", "rows", "rows_expected")
+NEEDED = ("arch", "mode", "passed", "source_hash", "rows", "rows_expected")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Raises resources.ReportError when ``path`` is no parity report."""
+    """What a release depends on in a parity report; resources.ReportError when ``path`` is none."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
         if content["kind"] != KIND:
             raise ValueError(f"its kind is {content['kind']!r}")
-        date = datetime.datetime.fromisoformat(content["date"])
-        return {name: content[name] for name in NEEDED} | {"file": path.name, "date": date}
+        own = {"file": path.name, "date": datetime.datetime.fromisoformat(content["date"])}
+        return own | {name: content[name] for name in NEEDED}
     except (KeyError, TypeError, ValueError) as error:
         raise resources.ReportError(f"{path} is not a parity report: {error!r}") from error
 

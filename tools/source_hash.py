@@ -22,8 +22,7 @@ def source_hash(directory: Path = SOURCES) -> str:
     digest = hashlib.sha256()
     for path in files:
         content = (directory / path).read_bytes()
-        digest.update(f"{path.as_posix()}\0{len(content)}\0".encode())
-        digest.update(content)
+        digest.update(f"{path.as_posix()}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
 
 

@@ -2,8 +2,8 @@
 
     python tools/train_on_two_gpus.py --json benchmarks/results/two-gpus-h200.json
 
-Each process has half of a batch; what they average is held against the whole batch in one process. Tells each setting's
-largest error, as a share of the largest element; fails where it is too large.
+What two halves of a batch average is held against the whole. Tells each setting's largest error, as a share of the
+largest element; fails where it is too large.
 """
 
 from __future__ import annotations
