@@ -88,42 +88,33 @@ def test_what_the_native_backend_lacks() -> None:
         call(integration.NAME, heads_kv=2)
 
 
-def flux() -> tuple[Any, dict[str, Any]]:
-    model = diffusers.FluxTransformer2DModel(
-        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
-    said = {"hidden_states": randn(2, 16, 4), "encoder_hidden_states": randn(2, 5, 32)}
-    said |= {"pooled_projections": randn(2, 32), "timestep": torch.tensor([0.5, 0.5])}
-    return model, said | {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(5, 3)}
-
-
-def wan() -> tuple[Any, dict[str, Any]]:
-    model = diffusers.WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=16,
-        ffn_dim=32, num_layers=1, cross_attn_norm=True, rope_max_seq_len=32,
-    )  # fmt: skip
-    said = {"hidden_states": randn(1, 4, 1, 8, 8), "encoder_hidden_states": randn(1, 6, 16)}
-    return model, said | {"timestep": torch.tensor([5])}
-
-
-def qwen() -> tuple[Any, dict[str, Any]]:
-    """Text with padding, whose mask is joined with the image's."""
-    model = diffusers.QwenImageTransformer2DModel(
-        in_channels=16, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
-    )  # fmt: skip
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-    said = {"hidden_states": randn(2, 16, 16), "encoder_hidden_states": randn(2, 5, 16)}
-    said |= {"encoder_hidden_states_mask": mask, "timestep": torch.tensor([0.5, 0.5])}
-    return model, said | {"img_shapes": [(1, 4, 4)] * 2}
+#: Config, inputs, and how many layers have attention. Qwen's text has padding, whose mask is joined with the image's.
+SMALL: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "FluxTransformer2DModel": (
+        {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
+         "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)},
+        {"hidden_states": randn(2, 16, 4), "encoder_hidden_states": randn(2, 5, 32), "img_ids": torch.zeros(16, 3),
+         "pooled_projections": randn(2, 32), "timestep": torch.tensor([0.5, 0.5]), "txt_ids": torch.zeros(5, 3)}, 2),
+    "WanTransformer3DModel": (
+        {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16,
+         "freq_dim": 16, "ffn_dim": 32, "num_layers": 1, "cross_attn_norm": True, "rope_max_seq_len": 32},
+        {"hidden_states": randn(1, 4, 1, 8, 8), "encoder_hidden_states": randn(1, 6, 16),
+         "timestep": torch.tensor([5])}, 2),
+    "QwenImageTransformer2DModel": (
+        {"in_channels": 16, "out_channels": 4, "num_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
+         "joint_attention_dim": 16, "axes_dims_rope": (8, 4, 4)},
+        {"hidden_states": randn(2, 16, 16), "encoder_hidden_states": randn(2, 5, 16), "img_shapes": [(1, 4, 4)] * 2,
+         "encoder_hidden_states_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+         "timestep": torch.tensor([0.5, 0.5])}, 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("make", "layers"), [(flux, 2), (wan, 2), (qwen, 1)])
-def test_a_model_is_as_exact_as_by_its_native_backend(make: Any, layers: int, place: Any) -> None:
+@pytest.mark.parametrize("name", SMALL)
+def test_a_model_is_as_exact_as_by_its_native_backend(name: str, place: Any) -> None:
     torch.manual_seed(0)
-    (model, said), found = make(), {}
+    (config, said, layers), found = SMALL[name], {}
+    model = getattr(diffusers, name)(**config)
     with torch.no_grad():
         for weight in model.parameters():
             weight.uniform_(-0.3, 0.3)
@@ -144,13 +135,13 @@ def test_a_model_is_as_exact_as_by_its_native_backend(make: Any, layers: int, pl
     assert found[integration.NAME] <= 2 * found["native"] + rounding
 
 
-TINY = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "in_channels": 4, "out_channels": 4}
 #: Small models, and which of their processors never ask the dispatcher.
 ASKING: dict[str, tuple[dict[str, Any], str]] = {
     "AutoencoderKL": ({"block_out_channels": (8,), "norm_num_groups": 4}, "AttnProcessor2_0"),
-    "LTXVideoTransformer3DModel": ({**TINY, "cross_attention_dim": 16, "caption_channels": 8}, ""),
-    "CosmosTransformer3DModel": ({**TINY, "attention_head_dim": 16, "text_embed_dim": 16,
-        "adaln_lora_dim": 4, "max_size": (4, 8, 8)}, ""),  # for the active backend, without a place for one
+    # for the active backend, without a place for one
+    "CosmosTransformer3DModel": ({
+        "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "in_channels": 4, "out_channels": 4,
+        "text_embed_dim": 16, "adaln_lora_dim": 4, "max_size": (4, 8, 8)}, ""),
 }  # fmt: skip
 
 
@@ -164,9 +155,6 @@ def test_a_choice_that_processors_will_not_hear_is_told(name: str, caplog: pytes
         model.set_attention_backend(backend)
         found = [record.getMessage() for record in caplog.records if record.name == "cutlass_fmha"]
         assert [message.partition(" diff")[0] for message in found] == expected
-
-
-def test_a_processor_with_a_place_for_a_backend_is_not_told_of() -> None:
-    """However it asks."""
+    # A processor with a place for a backend is not told of, however it asks.
     for own, asks in (({"_attention_backend": None}, True), ({}, False)):
         assert integration._asks(type("Own", (), {**own, "__call__": lambda self: None})) is asks

@@ -255,18 +255,15 @@ def test_what_a_layer_or_a_batch_says_more_is_refused(there: Any, layer: Any, kw
             begin(s.batch("TARGET_VERIFY"))
 
 
-def test_deterministic_inference_is_batch_invariant(there: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(there.context.get_exec().deterministic, "enable_deterministic_inference", True)
-    s, asked = Serving(there, DECODE), []
-    monkeypatch.setattr(there.ours, "attend_known", lambda q, *said: asked.append(said[-2]) or q)
-    s.run(s.prepared("DECODE"), s.layer())
-    assert asked[0]["batch_invariant"] is True
-
-
-def test_the_plugin_adds_a_name_and_parameters_are_sglangs(there: Any):
+def test_the_plugin_adds_a_name_and_obeys_sglang(there: Any, monkeypatch: pytest.MonkeyPatch):
     serving.check_parameters(there.ours.Backend, there.base.AttentionBackend)
     assert integration.register() == serving.plugin("sglang.srt.plugins")() == "cutlass_fmha"
     for names in ("ATTENTION_BACKEND_CHOICES", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES"):
         assert getattr(there.choices, names).count("cutlass_fmha") == 1
     made = there.registry.ATTENTION_BACKENDS["cutlass_fmha"](runner())
     assert isinstance(made, there.base.AttentionBackend)
+    monkeypatch.setattr(there.context.get_exec().deterministic, "enable_deterministic_inference", True)
+    s, asked = Serving(there, DECODE), []
+    monkeypatch.setattr(there.ours, "attend_known", lambda q, *said: asked.append(said[-2]) or q)
+    s.run(s.prepared("DECODE"), s.layer())
+    assert asked[0]["batch_invariant"] is True

@@ -11,7 +11,6 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import cutlass_fmha
-from cutlass_fmha import attention, flash_attn
+from cutlass_fmha import attention
 
 HEADS, HEADS_KV, HEAD_DIM = 4, 2, 8
 WIDTH = HEADS * HEAD_DIM
@@ -222,19 +221,6 @@ def test_torchs_deterministic_mode_is_obeyed():
     assert calls.deterministic == [False, False, True]
 
 
-def test_flash_attns_functions_pass_deterministic_on():
-    parts, starts = torch.randn(10, 3, HEADS, HEAD_DIM).requires_grad_(), torch.arange(0, 15, 5).int()
-    q, kv = parts.select(-3, 0), parts.narrow(-3, 1, 2)
-    for packed, given in {"": [q, *kv.unbind(-3)], "kvpacked_": [q, kv], "qkvpacked_": [parts]}.items():
-        lengths = [starts, 5] if packed == "qkvpacked_" else [starts, starts, 5, 5]
-        for name, operands in ((packed, [x[None] for x in given]), (f"varlen_{packed}", [*given, *lengths])):
-            for deterministic in (False, True):
-                call = functools.partial(getattr(flash_attn, f"flash_attn_{name}func"), deterministic=deterministic)
-                with Backwards() as calls:
-                    call(*operands, causal=True).sum().backward()
-                assert calls.deterministic == [deterministic], name
-
-
 #: In a graph torch can't keep the state that its random numbers had.
 WITHOUT_DROPOUT = functools.partial(AGAIN, preserve_rng_state=False)
 
@@ -392,24 +378,15 @@ def test_two_processes_average_their_gradients(
 # ---- examples/train_gpt.py in seconds: its comparison holds, and notices what is wrong --------------------------
 
 
-@pytest.fixture
-def train_gpt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[ModuleType, Callable[[], Any]]:
-    """The example with a model of one layer, and a run: its status and what it wrote."""
+def test_all_ways_learn_the_same_and_a_wrong_kernel_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1] / "examples")
     module = importlib.import_module("train_gpt")
     monkeypatch.setitem(module.SIZES, "tiny", module.Size(1, 2, 16, 64, 4, 40, 2e-2))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-    def run() -> tuple[int, dict[str, Any]]:
-        status = module.main(["--seeds", "0", "1", "--output", str(tmp_path / "result")])
-        return status, json.loads((tmp_path / "result.json").read_text())
-
-    return module, run
-
-
-def test_all_ways_learn_the_same(train_gpt: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    module, run = train_gpt
-    status, found = run()
+    train = functools.partial(module.main, ["--seeds", "0", "1", "--output", str(tmp_path / "result")])
+    status, found = train(), json.loads((tmp_path / "result.json").read_text())
     assert [(each["seed"], each["way"]) for each in found["runs"]] == [(s, w) for s in (0, 1) for w in module.WAYS]
     for each in found["runs"]:
         assert len(each["losses"]) == 40 and each["tokens_per_s"] > 0
@@ -427,11 +404,9 @@ def test_all_ways_learn_the_same(train_gpt: Any, tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit, match="differ in more than their runs"):
         module.main(["--from-json", *map(str, parts)])
 
-
-def test_a_wrong_kernel_is_noticed(train_gpt: Any, monkeypatch: pytest.MonkeyPatch):
     def wrong(q: Any, k: Any, v: Any, **said: Any) -> Any:
         return attention(q, k, v, **said) + 9 * ("cu_seqlens_q" in said) * torch.randn_like(q)
 
     monkeypatch.setattr(cutlass_fmha, "attention", wrong)
-    status, found = train_gpt[1]()
+    status, found = train(), json.loads((tmp_path / "result.json").read_text())
     assert status == 1 and found["between_ways"] > found["between_seeds"]

@@ -6,18 +6,14 @@ import functools
 import importlib
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from spied import attention
-from tensors import ints, randn
+from tensors import randn
 
-from cutlass_fmha import with_kv_cache
-from cutlass_fmha.flash_attn import flash_attn_interface
-from cutlass_fmha.integrations import hub
 from cutlass_fmha.integrations import transformers as integration
 
 
@@ -125,84 +121,41 @@ def test_what_a_layer_says_without_a_mask_of_ours() -> None:
     with mock.patch("torch.compiler.is_compiling", return_value=True):
         said = integration._read(numbers, 4, 4, True, None).arguments
     assert said["mask"].tolist() == [[[[1, 1, 0, 0]] * 2 + [[0, 0, 1, 1]] * 2]]
+    in_rows = {"cu_seq_lens_q": HALVES, "cu_seq_lens_k": HALVES, "max_length_q": 2, "max_length_k": 2}
+    names = {"causal", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+    for options, expected in (({"attention_mask": BAND}, {"mask"}), (in_rows, names)):
+        with attention(passed := set()):
+            flash(**options, dropout=0.5, softcap=2.0, s_aux=torch.ones(2), deterministic=True)
+        assert passed == {"dropout_p", "softcap", "sinks", "deterministic", *expected}
 
 
-@pytest.mark.parametrize("masked", [True, False])
-def test_what_a_layer_says_is_passed_on(masked: bool) -> None:
-    packed = {"cu_seq_lens_q": HALVES, "cu_seq_lens_k": HALVES, "max_length_q": 2, "max_length_k": 2}
-    options = {"attention_mask": BAND} if masked else packed
-    names = {"mask"} if masked else {"causal", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
-    said: set[str] = set()
-    with attention(said):
-        flash(**options, dropout=0.5, softcap=2.0, s_aux=torch.ones(2), deterministic=True)
-    assert said == {"dropout_p", "softcap", "sinks", "deterministic", *names}
+def test_patterns_that_lengths_and_windows_can_not_say_stay_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = pytest.importorskip("transformers.masking_utils", reason="requirements/demo.txt is not installed")
+    from cutlass_fmha.integrations import transformers_masks
 
+    def both(function: Any, before: int = 0, keys: int = 6) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Ours and SDPA's."""
+        made = transformers_masks.flash_mask(2, 6, keys, before, mask_function=function)
+        return made, masks.sdpa_mask(2, 6, keys, before, mask_function=function, allow_is_causal_skip=False)
 
-# ---- continuous batching, on the CPU: by indices, and by the block tables that flash attention takes ----------
-
-NEW, PROMPTS = 8, [list(range(3, 3 + length)) for length in (5, 16, 33)]
-Tokens = list[list[int]]
-
-
-@pytest.fixture
-def batching() -> tuple[Any, Tokens, Callable[[], Tokens]]:
-    """A model, what each prompt goes on with by eager attention, and the same by continuous batching."""
-    transformers = pytest.importorskip("transformers", reason="requirements/demo.txt is not installed")
-    pytest.importorskip("transformers.generation.continuous_batching.initialization", reason="is of 5.24")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2,
-    )  # fmt: skip
-    model, greedy = transformers.LlamaForCausalLM(config).eval(), {"do_sample": False, "eos_token_id": -1}
-    model.generation_config = transformers.GenerationConfig(max_new_tokens=NEW, pad_token_id=0, **greedy)
-    alone = [model.generate(torch.tensor([prompt]))[0, len(prompt) :].tolist() for prompt in PROMPTS]
-    assert len({tuple(tokens) for tokens in alone}) == len(PROMPTS)
-
-    def together() -> Tokens:
-        """Prompts are cut in parts, and parts and single tokens are in one batch."""
-        said = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=24, page_size=16)
-        found = model.generate_batch(PROMPTS, model.generation_config, continuous_batching_config=said).values()
-        assert not any(one.error for one in found)
-        return [one.generated_tokens for one in sorted(found, key=lambda one: len(one.prompt_ids))]
-
-    return model, alone, together
-
-
-def test_cutlass_fmha_flash_reads_the_cache_by_indices(batching: Any) -> None:
-    model, alone, together = batching
-    integration.register()
-    model.set_attn_implementation(f"{integration.NAME}_flash")
-    with mock.patch.object(integration, "packed_attention", wraps=integration.packed_attention) as packed:
-        assert together() == alone
-    assert packed.call_count >= 2 * NEW
-
-
-def test_the_kernel_of_the_hub_takes_block_tables(batching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which transformers hands out on a GPU alone: the question is answered for it."""
-    model, alone, together = batching
-    kernels = pytest.importorskip("kernels")
-    loader = importlib.import_module("transformers.integrations.hub_kernels")
-    initialization = importlib.import_module("transformers.generation.continuous_batching.initialization")
-    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *_: None)
-    monkeypatch.setattr(loader, "is_kernels_available", lambda: True)
-    monkeypatch.setattr(loader, "get_kernel", lambda name, **_: kernels.get_kernel(name, version=1))
-    monkeypatch.setenv("LOCAL_KERNELS", "")
-    model.set_attn_implementation(hub.use("kernels-community/flash-attn2"))
-    with mock.patch.object(flash_attn_interface, "with_kv_cache", wraps=with_kv_cache) as cached:
-        assert together() == alone
-    steps = [call.kwargs["page_table"] for call in cached.call_args_list]
-    assert steps and all(table.dtype == torch.int32 for table in steps)
-
-
-def test_sinks_of_a_cache_are_passed_on() -> None:
-    """transformers drops what a function has no parameter for."""
-    q, k, v = (randn(2, 1, heads, 16, seed=n) for n, heads in enumerate((4, 2, 2)))
-    caches, given = [randn(3, 16, 2, 16, seed=n) for n in (3, 4)], {"cache_seqlens": ints(3, 9), "causal": True}
-    sinks, table = randn(4, seed=5), ints(2, 0)[:, None]
-    found = hub.flash_attn_with_kvcache(
-        q, *(x.clone() for x in caches), k, v, block_table=table, softmax_scale=0.3, softcap=5.0, s_aux=sinks, **given
-    )
-    said = {"page_table": table, "scale": 0.3, "softcap": 5.0, **given}
-    with_sinks, without = (with_kv_cache(q, *(x.clone() for x in caches), k, v, sinks=x, **said) for x in (sinks, None))
-    assert torch.equal(found, with_sinks) and not torch.allclose(found, without, atol=1e-3)
+    causal = masks.causal_mask_function
+    left, around = masks.sliding_window_causal_mask_function, masks.sliding_window_bidirectional_mask_function
+    for nothing in (causal, masks.bidirectional_mask_function, left(6)):  # the last one hides nothing
+        assert both(nothing)[0] is None
+    for window in (left(3), left(5), around(3), around(4)):  # the second of each hides one key of a query
+        assert both(window)[0].shape == (2, 6)
+    thirds = torch.arange(8).expand(2, 8) // 3
+    packed, own = (masks.and_masks(masks.packed_sequence_mask_function(x), causal) for x in (thirds, thirds[:, :6]))
+    assert torch.equal(both(own)[0], thirds[:, :6] + 1)
+    blocks = masks.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, 1, 1]] * 2))
+    for other, *behind in (
+        (masks.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int)),),
+        (masks.or_masks(causal, blocks),),
+        (masks.and_masks(masks.sliding_window_overlay(3), masks.bidirectional_mask_function),),
+        (lambda batch, head, q, kv: kv <= q,),
+        (around(3), 2, 8),  # of queries that stand behind the first keys
+        (packed, 2, 8),
+    ):
+        assert torch.equal(*both(other, *behind))
+    monkeypatch.setattr(transformers_masks, "is_tracing", lambda _: True)
+    assert both(causal)[0] is both(causal, 2, 8)[0] is None and torch.equal(*both(causal, 0, 8))

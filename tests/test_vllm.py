@@ -1,7 +1,4 @@
-"""vLLM's backend, called as vLLM 0.33 calls it, beside each request's attention alone in fp64.
-
-Where vLLM is installed these are its own modules.
-"""
+"""vLLM's backend, called as vLLM 0.33, or the one that is installed, calls it, beside attention alone in fp64."""
 
 from __future__ import annotations
 
