@@ -1,7 +1,5 @@
 """Calls of all functions and ops, and what becomes of them where an argument is wrong, or ``...``: left out."""
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

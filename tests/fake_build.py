@@ -1,7 +1,5 @@
 """A build that exists on every machine: rows like the manifest's."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Any

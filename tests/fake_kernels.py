@@ -1,8 +1,6 @@
 """A ``_C.run`` that computes in Python, from nothing but what ``src/features/params.h`` says: it reads plain memory as
 tensors and has the oracle compute on them, so that what Python packs is tested against what the tensors hold."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Callable

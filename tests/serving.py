@@ -1,7 +1,5 @@
 """Batches of a serving engine over a paged cache, and what attention of each request alone is."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib.util

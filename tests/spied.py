@@ -1,7 +1,5 @@
 """A model's calls of our attention, looked at."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The public functions: what they accept, what they compute, what a call may say and what reaches the op."""
 
-from __future__ import annotations
-
 import inspect
 import typing
 from typing import Any, get_type_hints

@@ -1,7 +1,5 @@
 """torch.autocast: a call does what casting by hand does, bit for bit. Gradients: test_{torch_func,training}.py."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext

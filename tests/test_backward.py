@@ -1,7 +1,5 @@
 """Gradients on CPU tensors, and what autograd and torch's other machinery make of the ops."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The calls of bad_calls.py are refused: by one of four kinds of exception, whatever is passed, in a sentence."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

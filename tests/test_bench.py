@@ -1,7 +1,5 @@
 """The benchmark without a GPU: cases, statistics, error check, report, picture, refusals; other packages in it."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Other benchmarks, small and on the CPU, notice what is wrong; what bench.export writes is loaded, run, and right."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from dataclasses import replace

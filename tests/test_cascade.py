@@ -1,7 +1,5 @@
 """Merging states and cascade attention: CPU tensors, the op as torch sees it, what is refused."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

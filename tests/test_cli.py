@@ -1,7 +1,5 @@
 """The command line: ``cutlass-fmha`` and ``python -m cutlass_fmha``."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

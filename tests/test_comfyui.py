@@ -1,7 +1,5 @@
 """The node for ComfyUI, called as its functions are: the same numbers and shapes, or its own function."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

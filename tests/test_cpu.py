@@ -1,7 +1,5 @@
 """The CPU backend with everything that a call may say, against the oracle: corners, drawn mixes, memory, dropout."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace

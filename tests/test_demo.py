@@ -1,7 +1,5 @@
 """The demo: its text, its batches, its figures, its refusals, and one whole run on the CPU. The examples, as well."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

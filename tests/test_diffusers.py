@@ -1,7 +1,5 @@
 """diffusers' models and its dispatcher through the package's attention, beside its native backend."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """flash_attn's names: signatures, meanings and return values are FlashAttention-2's."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib.metadata

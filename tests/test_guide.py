@@ -1,7 +1,5 @@
 """The guides: their examples run, and everything is named that a call may say."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Data goes down once: no module of the package imports one that imports it, at its top or in a function."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Jagged nested tensors, against fp64 math of each document alone."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``cutlass_fmha.jax``: attention of JAX arrays under jit, grad and vmap, beside torch's in fp64."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

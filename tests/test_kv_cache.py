@@ -1,7 +1,5 @@
 """Appending to caches and attention over them, on the CPU and past the dispatcher. test_autocast.py compiles steps."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

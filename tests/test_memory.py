@@ -1,7 +1,5 @@
 """``memory_plan`` against what a call allocates whose kernels do nothing, with tensors on the CPU."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import json

@@ -1,7 +1,5 @@
 """cutlass_fmha.nn: torch's conventions, Llama's names, and torch's numbers."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """``out`` and ``lse``: what a call writes to where it is given it, and what it refuses to write to."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

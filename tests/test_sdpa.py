@@ -1,7 +1,5 @@
 """``cutlass_fmha.sdpa``: torch's attention comes here and gives the same, or goes on to torch aloud."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """SGLang's backend, called as SGLang 0.5.23 calls it, beside each request's attention alone in fp64."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """DTensors: each device computes shards of batch and heads, and together they have what one would have."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """tools/: how they build and what they start, the hash of the sources, the release check, the sanitizer's driver."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """torch.func's transforms of the package's functions: what torch.autograd finds, one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 On the CPU and, in the gate, on a GPU. ``tools/train_on_two_gpus.py`` runs ``one_of_two`` with NCCL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """transformers' models through the package's attention: eager's numbers, and nothing dropped that matters."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

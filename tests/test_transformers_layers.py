@@ -1,7 +1,5 @@
 """The attention functions that transformers' layers call, by themselves: what a layer says, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

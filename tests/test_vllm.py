@@ -1,7 +1,5 @@
 """vLLM's backend, called as vLLM 0.33, or the one that is installed, calls it, beside attention alone in fp64."""
 
-from __future__ import annotations
-
 import logging
 import math
 import runpy

@@ -3,8 +3,6 @@
 It is the one that WHEEL names, or one built here, from an sdist alone, without CUDA: it differs in what is in _C only.
 """
 
-from __future__ import annotations
-
 import email
 import hashlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Wide rows without a GPU: which problems they take and why not others, and what a launch is told."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from dataclasses import replace

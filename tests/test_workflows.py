@@ -1,7 +1,5 @@
 """The workflows can't run here: that they parse, and that what they call exists, is what can be checked."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """A test in two processes that know each other."""
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How a tool builds the extension: the project's own CMake, with Ninja, in a directory of the tool's own."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import importlib.util

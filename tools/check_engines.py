@@ -9,8 +9,6 @@ in this order, with these defaults; it may have more, but for parameters. In cut
 have must agree.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import shutil

@@ -5,8 +5,6 @@ For the rows of each architecture the newest report of ``make parity`` counts: i
 row, and carry the hash of the present src/. tools/resources.py's must carry it too, and complain about nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

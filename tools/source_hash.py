@@ -1,7 +1,5 @@
 """The hash of src/: what ties a parity report or a build to the sources it was made from."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

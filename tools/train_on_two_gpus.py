@@ -6,8 +6,6 @@ What two halves of a batch average is held against the whole. Tells each setting
 largest element; fails where it is too large.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
