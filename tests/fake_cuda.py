@@ -19,6 +19,8 @@ from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Table
 
+L2_BYTES = 1 << 20
+
 
 class FakeGpu:
     """Stands in for torch.cuda and ``_C.run``; ``launches``: (row name, problem, pointers) of each call.
@@ -77,7 +79,7 @@ class FakeGpu:
             def replay(self) -> None:
                 gpu.now_us += self.us
 
-        properties = SimpleNamespace(L2_cache_size=1 << 20, total_memory=24 << 30)
+        properties = SimpleNamespace(L2_cache_size=L2_BYTES, total_memory=24 << 30)
         stream = SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
         monkeypatch.setattr(_C, "run", self.run)
         monkeypatch.setattr(_C, "rows", lambda: list(self.build.rows))
