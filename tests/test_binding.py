@@ -1,6 +1,5 @@
 """The compiled extension: its rows, its parameters, what it refuses to launch, its stubs, what it needs of a system."""
 
-from __future__ import annotations
 import __future__
 
 import inspect
@@ -28,9 +27,26 @@ WITH_CUDA = bool(_C.build_info()["cuda"])
 ROWS = _C.rows()
 
 
+ARCHS_OF = {"${ALL}": "89;90;120", "${TMA}": "90;120"}  # the manifest's variables
+BEGINS = {"wide": "wide", "wide_scored": "wide", "backward": "bwd", "query_product": "bwd", "backward_wide": "widebwd"}
+
+
+def manifest_begins() -> list[str]:
+    """How the names of src/rows.cmake's rows begin, in its order, read independently of CMake."""
+    lines = (ROOT / "src" / "rows.cmake").read_text().splitlines()
+    found = [re.match(r'fmha_(\w+)\("?([^" ]+)"?\s+"?([\w;]+)"?\s', line) for line in lines]
+    return [
+        f"{BEGINS.get(row[1], 'fwd')}_sm{arch}_{dtype}"
+        for row in filter(None, found)
+        for arch in ARCHS_OF.get(row[2], row[2]).split(";")
+        for dtype in row[3].split(";")
+    ]
+
+
 def test_the_build_holds_the_manifests_rows_and_says_how_it_was_made():
     info: dict[str, Any] = _C.build_info()
     table, in_subset = (*ROWS, *_C.backward_rows()), resources.manifest_rows()
+    assert ["_".join(name.split("_")[:3]) for name in in_subset] == manifest_begins()
     names, subset = [row.name for row in table], info["source_hash"].endswith("+subset")
     built = [name for name in in_subset if int(name.split("_")[1][2:]) in info["architectures"]]
     assert names == [name for name in built if in_subset[name] or not subset]
@@ -114,6 +130,11 @@ UNKNOWN: dict[str, Iterable[str]] = {
     ),
 }  # fmt: skip
 READ_ONLY = {"vectors", "device_lengths"}  # are derived
+#: Fields that nobody writes.
+DERIVED = {"schedule", "by_page_size", "by_pack", "by_group", "by_splits", "by_block_tiles", "bias_vectors"}
+DERIVED |= {"mask_vectors", "raw_scores", "block_tiles", "key_blocks", "keys_stand", "q_and", "q_xor"}
+DERIVED |= {"score_unit", "cap_scale", "cap_on_trial", "cap_terms", "keys_before"}
+TAIL = {"tail", "tail_tiles", "tail_parts", "tail_first", "tail_rest"}  # of the plain rows' struct
 ONE_OF = ("cu_seqlens_k", "batch_index_k")
 ONE_TAIL = {"tail": SOMEWHERE, "tail_tiles": 1, "tail_parts": 2}
 
@@ -150,7 +171,18 @@ NAMES = [x for x in vars(_C.AttentionParams) if not x.startswith("_") and x not 
 DEFAULTS = {name: getattr(_C.AttentionParams(), name) for name in NAMES}
 
 
+def declared_fields() -> set[str]:
+    """Of the C++ struct."""
+    header = (ROOT / "src" / "features" / "params.h").read_text()
+    struct = re.search(r"struct FeatureParams \{(.*?)\n\};", header, re.DOTALL)
+    assert struct is not None
+    statements = filter(None, (" ".join(part.split()) for part in re.sub(r"//.*", "", struct[1]).split(";")))
+    named = (name for statement in statements for name in statement.split(", "))
+    return {name.rpartition(" ")[2].partition("[")[0] for name in named}
+
+
 def test_what_is_written_is_read_and_a_call_gets_a_copy_of_its_own():
+    assert set(NAMES) == (declared_fields() - DERIVED - READ_ONLY) | TAIL
     values = {}
     for number, (name, default) in enumerate(DEFAULTS.items(), start=1):
         scalar = {bool: True, str: "float32", float: float(number), int: number}.get(type(default))

@@ -1,4 +1,4 @@
-"""Plain rows in a program: layouts, streams, devices, graphs, torch.compile, errors on a GPU."""
+"""Plain rows in a program: layouts, streams, devices, graphs, torch.compile, large tensors, errors on a GPU."""
 
 import functools
 import itertools
@@ -124,6 +124,17 @@ def test_attention_synchronises_nothing_and_allocates_its_outputs_only():
         assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] - before == len(result)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.usefixtures("much_memory")
+@gpu.by_row([row for row in ROWS if row.head_dim == 64 and row.dtype == "bfloat16"])
+def test_tensors_of_more_than_two_to_the_31_elements(row: _C.Row, parity: ParityReport):
+    batch = gpu.FAR // (64 * 8 * 64) + 2
+    x = torch.empty(batch, 64, 8, 64, dtype=torch.bfloat16, device=DEVICE).normal_()
+    out = cutlass_fmha.attention(x, x, x, causal=True, row=row.name)
+    for i in (0, batch // 2, batch - 1):
+        errors = oracle_features.compare(out[i : i + 1], None, *[x[i : i + 1]] * 3, causal="bottom-right")
+        parity.record(row.name, f"batch {i} of {batch} x 64 x 8 x 64", errors)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
