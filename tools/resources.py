@@ -163,7 +163,7 @@ class Twin:
     """A float16 row that this build lacks, as the bfloat16 row of its tile says it is."""
 
     def __init__(self, name: str, row: Any) -> None:
-        fields = (field for field in dir(row) if not field.startswith("_"))
+        fields = (field for field in dir(row) if not field.startswith("_") and hasattr(row, field))
         self.__dict__.update({field: getattr(row, field) for field in fields})
         self.__dict__.update(name=name, dtype="float16", index=-1)
 
