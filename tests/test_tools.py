@@ -147,6 +147,15 @@ def test_what_proves_less_is_told_in_a_sentence(name: str, changes: Any, expecte
     assert expected in output
 
 
+def test_a_cmake_that_is_too_old_is_told_in_a_sentence(release: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cmake = tmp_path / "cmake"
+    cmake.write_text("#!/bin/sh\necho 'CMake Error:\n  3.26 or higher is required.' >&2; exit 1\n")
+    cmake.chmod(0o755)
+    monkeypatch.setattr(resources, "find_program", lambda name: str(tmp_path / name))
+    said = "release-check: CMake can't list the manifest's rows: CMake Error: 3.26 or higher is required.\n"
+    assert release() == (1, said)
+
+
 #: What racecheck prints of one hazard that is harmless.
 WARNING = """\
 ========= Warning: Race reported between Write access at wide_sm90_bf16_dany_m32n128w4+0x5860

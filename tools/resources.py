@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from building import find_program
+from building import BuildError, find_program
 from cubin import RESERVED_SHARED, Kernel, read_compilers, read_kernels
 from source_hash import source_hash
 
@@ -124,9 +124,15 @@ class ReportError(ValueError):
 
 
 def manifest_rows() -> dict[str, bool]:
-    """Row of the manifest -> whether it is in the subset that ``make test`` compiles."""
-    command = [find_program("cmake"), "-P", str(ROOT / "cmake" / "list_rows.cmake")]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    """Row of the manifest -> whether it is in the subset that ``make test`` compiles. Raises ReportError where CMake,
+    whose language the manifest is in, is missing or too old."""
+    try:
+        command = [find_program("cmake"), "-P", str(ROOT / "cmake" / "list_rows.cmake")]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except BuildError as error:
+        raise ReportError(str(error)) from error
+    except subprocess.CalledProcessError as error:
+        raise ReportError(f"CMake can't list the manifest's rows: {' '.join(error.stderr.split())}") from error
     return {name: in_subset == "ON" for name, in_subset in map(str.split, text.splitlines())}
 
 
