@@ -9,7 +9,7 @@ DIRECTORY = ROOT / "build" / "simulator"
 
 
 def build_extension(rows: str, directory: Path = DIRECTORY, architectures: Sequence[int] = (89, 90, 120)) -> Path:
-    """``_C`` with the rows in whose name CMake finds the regular expression. Raises BuildError."""
+    """``_C`` with the rows, or candidates, in whose name CMake finds the regular expression. Raises BuildError."""
     return tree(rows, directory, architectures).build("_C", "_C.*.so")
 
 
@@ -19,5 +19,5 @@ def build_library(directory: Path) -> Path:
 
 
 def tree(rows: str, directory: Path, architectures: Sequence[int]) -> Tree:
-    variables = {"CUTLASS_FMHA_SIMULATOR": "ON", "CUTLASS_FMHA_ROWS": rows, "CUTLASS_FMHA_MANIFEST": ""}
+    variables = {"CUTLASS_FMHA_SIMULATOR": "ON", "CUTLASS_FMHA_ROWS": rows, "CUTLASS_FMHA_MANIFEST": "src/candidates.cmake"}
     return Tree(directory, {**variables, "CMAKE_CUDA_ARCHITECTURES": list(architectures)})
