@@ -43,27 +43,27 @@ function(fmha_wide ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS MIN_BLOCKS MMA)
   endforeach()
 endfunction()
 
-# Adds the rows of one manifest line in whose walk operands come in steps. They need no header of the example. `config` is
-# of src/wide or src/backward_wide.
-function(fmha_add_wide_rows kind config begin end ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS MIN_BLOCKS MMA)
+# Adds the rows of one manifest line in whose walk TILE rows of queries, or of keys where gradients are computed, meet as
+# many of the others at a time. They need no header of the example. `config` is of src/wide or src/backward_wide.
+function(fmha_add_wide_rows kind config begin end ARCHS DTYPES HEAD_DIM TILE WARPS MIN_BLOCKS MMA)
   set(DTYPE_f16 float16)
   set(DTYPE_bf16 bfloat16)
   set(DTYPE_f32 float32)
   foreach(arch IN LISTS ARCHS)
     foreach(dtype IN LISTS DTYPES)
-      set(name "${begin}_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE_M}n${TILE_N}w${WARPS}${end}")
+      set(name "${begin}_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE}n${TILE}w${WARPS}${end}")
       string(CONCAT made
         "cutlass_fmha::${config}{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}}, "
-        ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, "
+        ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE}, .tile_n = ${TILE}, .warps = ${WARPS}, "
         ".min_blocks = ${MIN_BLOCKS}, .mma = cutlass_fmha::MmaKind::${MMA}}}")
       fmha_add_row(${kind} ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_${kind}" "${name}" "${made}")
     endforeach()
   endforeach()
 endfunction()
 
-# Gradients: a block owns TILE rows of queries or of keys, which meet as many of the others at a time.
-function(fmha_backward_wide ARCHS DTYPES HEAD_DIM TILE)
-  fmha_add_wide_rows(backward_wide WideBackwardConfig widebwd "" "${ARCHS}" "${DTYPES}" "${HEAD_DIM}" ${TILE} ${TILE} ${ARGN})
+# Gradients.
+function(fmha_backward_wide ARCHS DTYPES)
+  fmha_add_wide_rows(backward_wide WideBackwardConfig widebwd "" "${ARCHS}" "${DTYPES}" ${ARGN})
 endfunction()
 
 # For all that a call may say.

@@ -14,13 +14,4 @@ fmha_scored("89;120" "f16;bf16"  64  64 16 32 4 4 1 2 true)
 fmha_scored("89;120" "f16;bf16" 128 128 16 16 4 4 1 2 true)
 
 set(FMHA_NAME_SUFFIX "")
-
-# For many queries and all that a call may say: 32 rows a warp, which sm_90 has, in less than 49 KB.
-set(FMHA_GROUP_SUFFIX "_large")
-fmha_scored("89;120" "f16;bf16" 32 32 128 64 4 1 2 2 false)
-fmha_scored("89;120" "f16;bf16" 64 64 128 32 4 1 2 2 true)
-fmha_scored("89;120" "f16;bf16" 64 64 128 48 4 1 2 2 true)
-
-# For head dims above 256: steps that are twice as large, and fewer reads of shared memory (src/wide/large_steps.cuh).
-fmha_wide_scored("${ALL}" "f16;bf16" 512 64 128 8 1 m16n8k16)
 set(FMHA_GROUP_SUFFIX "")

@@ -167,10 +167,10 @@ fmha_wide(90        "f16;bf16" any       32    128    4     2          m16n8k16)
 
 # The same for all that a call may say: windows with a left limit, pages, what becomes of scores. See src/wide/scored.cuh.
 # Two blocks fit an SM of sm_90 alone.
-#                ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS MIN_BLOCKS MMA
-fmha_wide_scored(90        f32        128       64     64    8     2          tf32x3)
-fmha_wide_scored("${ALL}"  f32        512       64     64    8     1          tf32x3)
-fmha_wide_scored("${ALL}"  "f16;bf16" 512       64     64    8     1          m16n8k16)
+#                ARCHS     DTYPES     HEAD_DIM TILE WARPS MIN_BLOCKS MMA
+fmha_wide_scored(90        f32        128       64  8     2          tf32x3)
+fmha_wide_scored("${ALL}"  f32        512       64  8     1          tf32x3)
+fmha_wide_scored("${ALL}"  "f16;bf16" 512       64  8     1          m16n8k16)
 
 # Gradients of Q, K and V: TILE_N keys per thread block, TILE_M queries per step, CHUNK of them at a time. Where ptxas would
 # spill in one architecture, it has another tile there.

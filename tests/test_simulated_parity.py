@@ -29,7 +29,6 @@ ROWS = (
     *("fwd_sm89_f16_d64_m256n64w8_masked", "fwd_sm90_bf16_d128_m256n32w8_tma_masked"),
     *("fwd_sm120_bf16_d64_m32n32w8k8_pdl", "fwd_sm120_f16_d64_m32n64w4k4_tma_pdl"),  # launches that overlap
     *("wide_sm89_f32_d512_m64n64w8_scored", "wide_sm120_bf16_d512_m64n64w8_scored"),
-    "wide_sm120_f16_d512_m64n128w8_scored",  # a candidate: four warps share rows
 )
 
 

@@ -34,9 +34,6 @@ struct WideScoredConfig : TileConfig {
   static constexpr bool scored() { return true; }
   constexpr int head_dim_v() const { return head_dim; }
   constexpr int alignment() const { return 16; }
-  /// Warps that share query rows: each has 32 of a tile's keys.
-  constexpr int sharing() const { return tile_n / 32; }
-  constexpr int rows_per_warp() const { return tile_m * sharing() / warps; }
   static constexpr int kv_warps = 1;
 };
 

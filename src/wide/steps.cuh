@@ -21,12 +21,6 @@ union WideStep {
 
   Scores scores;
   Factor factor;
-
-  // From row to row, in elements.
-  static constexpr int kPitch = sizeof(Scores::x[0]) / sizeof(T), kFactorPitch = sizeof(Factor::y[0]) / sizeof(T);
-  CUTE_DEVICE T* x_at(int row, int column) { return &scores.x[row][column]; }
-  CUTE_DEVICE T* y_at(int row, int column) { return &scores.y[row][column]; }
-  CUTE_DEVICE T* factor_at(int row, int column) { return &factor.y[row][column]; }
 };
 
 /// `Stages` steps: one is multiplied while the others are on their way.
@@ -38,12 +32,6 @@ struct WideSteps {
   alignas(16) T weights[C.tile_m][C.tile_n + 8];
 };
 
-/// n -> where the lane's pair of the n-th eight columns goes. `row`, `column`: its own, of the first of them.
-template <class T, int Rows, int Columns>
-CUTE_DEVICE auto weights_of_lane(T (&weights)[Rows][Columns], int row, int column) {
-  return [&weights, row, column](int n) FMHA_INLINE { return &weights[row][column + 8 * n]; };
-}
-
 /// How a step's operands are multiplied: of 16 of the block's rows, by two warps.
 template <auto C, class T>
 struct WideProducts;
@@ -53,7 +41,6 @@ struct WideProducts<C, float> {
   using Step = WideStep<C, float>;
   using Weights = float[C.tile_m][C.tile_n + 8];
   static constexpr int kScores = C.tile_n / 2 / 8, kColumns = C.step_columns() / 2 / 8;
-  static constexpr int kFactorParts = 1;  ///< a step has all rows of Y
   using Scores = LaneScores<1, kScores>;
   using Sums = AccumulatorTile[kColumns];
   static_assert(C.step_dims() == 32 && kColumns == 4);
@@ -94,9 +81,6 @@ struct WideProducts<C, float> {
     }
   }
 
-  CUTE_DEVICE static auto weight_row(Weights& weights, int row, int column) {
-    return weights_of_lane(weights, row, column);
-  }
   CUTE_DEVICE static void store(float* to, float a, float b) { *reinterpret_cast<Pair*>(to) = {a, b}; }
 
   /// Of a row, a lane has eight neighbouring columns.
@@ -112,38 +96,16 @@ struct WideProducts<C, float> {
   }
 };
 
-/// How a lane's pairs of 16-bit numbers, or of float32 ones in their place, leave.
-template <class T>
-struct WidePairs {
-  int const quad = threadIdx.x % 4;
-
-  CUTE_DEVICE static void store(T* to, float a, float b) { *reinterpret_cast<uint32_t*>(to) = pack<T>(a, b); }
-  CUTE_DEVICE static void store(float* to, float a, float b) { *reinterpret_cast<Pair*>(to) = {a, b}; }
-
-  template <class To, int N>
-  CUTE_DEVICE void write(To* row, int half, int columns, float factor, AccumulatorTile const (&sums)[N]) const {
-    CUTE_UNROLL
-    for (int n = 0; n < N; ++n) {
-      int const at = 8 * n + 2 * quad;
-      if (at < columns) store(row + at, sums[n][2 * half] * factor, sums[n][2 * half + 1] * factor);
-    }
-  }
-};
-
 /// Of 16 bits.
 template <auto C, class T>
-struct WideProducts : WidePairs<T> {
+struct WideProducts {
   using Step = WideStep<C, T>;
   using Weights = T[C.tile_m][C.tile_n + 8];
   static constexpr int kScores = C.tile_n / 2 / 8, kColumns = C.step_columns() / 2 / 8;
-  static constexpr int kFactorParts = 1;  ///< a step has all rows of Y
   using Scores = LaneScores<1, kScores>;
   using Sums = AccumulatorTile[kColumns];
+  int const quad = threadIdx.x % 4;
   MatrixLane const a_at = MatrixLane::rows_first(threadIdx.x), b_at = MatrixLane::columns_first(threadIdx.x);
-
-  CUTE_DEVICE static auto weight_row(Weights& weights, int row, int column) {
-    return weights_of_lane(weights, row, column);
-  }
 
   CUTE_DEVICE void add_scores(typename Step::Scores const& step, int row, int column, Scores& scores) const {
     CUTE_UNROLL
@@ -175,6 +137,18 @@ struct WideProducts : WidePairs<T> {
         multiply<T>(sums[n + 1], a, b[2], b[3]);
       }
       repeat_pass<T, 1, kColumns, kColumns>(sums);
+    }
+  }
+
+  CUTE_DEVICE static void store(T* to, float a, float b) { *reinterpret_cast<uint32_t*>(to) = pack<T>(a, b); }
+  CUTE_DEVICE static void store(float* to, float a, float b) { *reinterpret_cast<Pair*>(to) = {a, b}; }
+
+  template <class To>
+  CUTE_DEVICE void write(To* row, int half, int columns, float factor, Sums const& sums) const {
+    CUTE_UNROLL
+    for (int n = 0; n < kColumns; ++n) {
+      int const at = 8 * n + 2 * quad;
+      if (at < columns) store(row + at, sums[n][2 * half] * factor, sums[n][2 * half + 1] * factor);
     }
   }
 };
