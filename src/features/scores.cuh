@@ -488,7 +488,12 @@ struct ScoreTerms {
     if (masked || __any_sync(0xffffffffu, keys.warp_scores().large)) return true;
     CapOnTrial value{keys.p};
     bool const failed = trial(value);
-    if (failed) keys.warp_scores().large = __any_sync(0xffffffffu, !value.holds());
+    if (failed) {
+      bool const large = __any_sync(0xffffffffu, !value.holds());
+      __syncwarp();  // all lanes have read what is written now
+      if (lane_id() == 0) keys.warp_scores().large = large;
+      __syncwarp();
+    }
     return failed;
   }
   template <class Scores>
