@@ -57,7 +57,7 @@ struct FeatureKeys : FeatureKeySource<C> {
 
   /// What shared memory holds before anything is copied there.
   CUTE_DEVICE void init_shared(Sequence const& sequence, FeatureTile const& tile) {
-    if (threadIdx.x < 32) {
+    if (!keeps_lanes(C) && threadIdx.x < 32) {
       auto& lane = reinterpret_cast<typename Shared::Lane*>(smem + Shared::kLanes)[threadIdx.x];
       lane.x = qv_lane_offset, lane.y = k_lane_offset;
       if constexpr (C.reads_masks()) lane.z = v_lane_offset;
@@ -96,8 +96,7 @@ struct FeatureKeys : FeatureKeySource<C> {
   CUTE_DEVICE SharedWindow memory() const { return {}; }
   CUTE_DEVICE Lanes lanes() const {
     uint32_t const q = C.q_in_registers ? 0 : Shared::phases(smem, warp).q_begin;
-    // On sm_120 rows that modify scores have none left for what ptxas makes of these ahead of the loop.
-    if constexpr (is_roomy(C) && !C.reads_masks() && !(C.modifies_scores() && C.arch == 120)) {
+    if constexpr (keeps_lanes(C)) {
       return {qv_lane_offset + q, k_lane_offset, uint32_t(v_lane(qv_lane_offset, v_lane_offset))};
     } else {
       auto const offsets = reinterpret_cast<typename Shared::Lane const*>(smem + Shared::kLanes)[lane_id()];

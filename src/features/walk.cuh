@@ -47,6 +47,12 @@ struct alignas(16) WarpPhases {
   }
 };
 
+/// Whether lanes keep where they read: others ask anew in every phase. On sm_120 rows that modify scores have no room
+/// for what ptxas makes of it ahead of the loop.
+constexpr bool keeps_lanes(ForwardConfig const& c) {
+  return spare_registers(c) >= 70 && !c.reads_masks() && !(c.modifies_scores() && c.arch == 120);
+}
+
 /// Shared memory of a block: Q (O on the way out), K and V rings, barriers, what the block works on, which pages the
 /// next tiles are in, what warps and lanes read anew in each phase.
 template <ForwardConfig C>
@@ -65,7 +71,7 @@ struct FeatureTileLayout {
   static constexpr int kPages = kWarps + C.warps * int(sizeof(WarpPhases));
   static constexpr int kLanes = kPages + 4 * C.stages * kRuns * int(sizeof(int));
   using Lane = cute::conditional_t<C.reads_masks(), uint4, uint2>;
-  static constexpr int kMaxima = kLanes + 32 * int(sizeof(Lane));
+  static constexpr int kMaxima = kLanes + (keeps_lanes(C) ? 0 : 32 * int(sizeof(Lane)));
   static constexpr int kSlopes = kMaxima + C.tile_m * int(sizeof(float));
   static constexpr int kWarpScores = kSlopes + C.tile_m * int(sizeof(float));
   static constexpr int kMasks = kSlopes;
