@@ -138,21 +138,20 @@ void launch(Row const& row, RmsNormBackwardParams const& params, int device, cud
   int const of_columns =
       p.walk == Walk::elements ? RmsNormBackwardParams::kColumns : RmsNormBackwardParams::kColumnsBeside;
   int const beside = ceil_div(p.dim, of_columns);  // all of which run at once, or a second launch sums
-  int64_t blocks = blocks_of(p.rows, p.lanes_log2, row.threads());
-  int const lanes = 1 << p.lanes_log2, chunks = p.dim / (kVectorBytes / bytes);
-  if (kept && lanes < std::min(chunks, row.threads()) && 2 * blocks + beside <= resident) {
-    ++p.lanes_log2;  // few rows: a vector to a lane
-    blocks = blocks_of(p.rows, p.lanes_log2, row.threads());
-  }
+  // Of few rows, blocks are no larger than one needs: warps take turns in issuing instructions, those without a row
+  // too.
+  bool const few = kept && p.rows + beside <= resident;
+  int const threads = few ? std::max(RmsNormBackwardParams::kColumnsBeside, 1 << p.lanes_log2) : row.threads();
+  int64_t const blocks = blocks_of(p.rows, p.lanes_log2, threads);
   bool const sums = p.dweight && kept && blocks + beside > resident;
   int64_t const turns = kept ? (blocks + resident - 1) / resident : 1;
   p.row_blocks = int((blocks + turns - 1) / turns);  // as few as need no more turns: none is left for a few alone
   p.parts = sums ? p.row_blocks : 0;
   int64_t const grid = int64_t(p.row_blocks) + (p.dweight && !sums ? beside : 0);
   require(grid <= INT_MAX, [] { return "rms_norm_backward takes fewer rows"; });
-  int const smem_bytes = kept ? ask_ahead(p, row, row.threads(), kVectors * (p.dsum ? 3 : 2), turns) : 0;
-  set_places(p, unsigned(grid), row.threads(), device);
-  launch_kernel(row, dim3(unsigned(grid)), &p, device, stream, row.threads(), smem_bytes);
+  int const smem_bytes = kept ? ask_ahead(p, row, threads, kVectors * (p.dsum ? 3 : 2), turns) : 0;
+  set_places(p, unsigned(grid), threads, device);
+  launch_kernel(row, dim3(unsigned(grid)), &p, device, stream, threads, smem_bytes);
   if (!sums) return;
   launch_kernel(helper(Family::rms_norm_weights, row.dtype(), row.arch()),
                 dim3(unsigned(ceil_div(p.dim, RmsNormBackwardParams::kColumns))), &p, device, stream);

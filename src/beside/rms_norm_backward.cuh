@@ -42,16 +42,18 @@ __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackw
   });
   Ahead<Vectors*(Summed ? 3 : 2)> ahead;
   auto const ask = [&](unsigned number) {
-    bool const there = number < unsigned(p.rows);
-    int const row = there ? int(number) : 0, end = there ? p.dim : 0;
-    auto const one = [&](int tensor, void const* from, Strides const& s) {
-      T const* const begin = static_cast<T const*>(from) + offset_of(p, row, s) + first;
+    if (number - at.group < unsigned(p.rows)) {  // the block's first row is there
+      bool const there = number < unsigned(p.rows);
+      int const row = there ? int(number) : 0, end = there ? p.dim : 0;
+      auto const one = [&](int tensor, void const* from, Strides const& s) {
+        T const* const begin = static_cast<T const*>(from) + offset_of(p, row, s) + first;
 #pragma unroll
-      for (int n = 0; n < Vectors; ++n) ahead.ask(tensor * Vectors + n, begin + n * step, first + n * step < end);
-    };
-    one(0, p.x, p.x_stride);
-    one(1, p.dout, p.dout_stride);
-    if constexpr (Summed) one(2, p.dsum, p.dsum_stride);
+        for (int n = 0; n < Vectors; ++n) ahead.ask(tensor * Vectors + n, begin + n * step, first + n * step < end);
+      };
+      one(0, p.x, p.x_stride);
+      one(1, p.dout, p.dout_stride);
+      if constexpr (Summed) one(2, p.dsum, p.dsum_stride);
+    }
     ahead.next(p.stages);
   };
   auto const rstd_of = [&](unsigned row) { return row < unsigned(p.rows) ? p.rstd[row] : 0.f; };
