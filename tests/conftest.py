@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Without a GPU tensors are small, and a gate has a process for each core: more threads gain nothing, and spin
         # where others want the core.
         torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))  # of children, too
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes three quarters of a gate's GPU
     config.stash[REPORT] = ParityReport()
     config.pluginmanager.register(config.stash[REPORT])
     config.stash[LEFT_OUT] = 0

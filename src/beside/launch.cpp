@@ -139,8 +139,10 @@ void launch(Row const& row, RmsNormBackwardParams const& params, int device, cud
       p.walk == Walk::elements ? RmsNormBackwardParams::kColumns : RmsNormBackwardParams::kColumnsBeside;
   int const beside = ceil_div(p.dim, of_columns);  // all of which run at once, or a second launch sums
   // Of few rows, blocks are no larger than one needs: warps take turns in issuing instructions, those without a row
-  // too.
+  // too. A row that is alone has fewer of them, several rows a vector to a lane.
   bool const few = kept && p.rows + beside <= resident;
+  bool const spread = (1 << p.lanes_log2) < std::min(p.dim / (kVectorBytes / bytes), row.threads());
+  if (few && spread && p.rows > 1) ++p.lanes_log2;
   int const threads = few ? std::max(RmsNormBackwardParams::kColumnsBeside, 1 << p.lanes_log2) : row.threads();
   int64_t const blocks = blocks_of(p.rows, p.lanes_log2, threads);
   bool const sums = p.dweight && kept && blocks + beside > resident;

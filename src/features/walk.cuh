@@ -50,7 +50,7 @@ struct alignas(16) WarpPhases {
 /// Whether lanes keep where they read: others ask anew in every phase. On sm_120 rows that modify scores have no room
 /// for what ptxas makes of it ahead of the loop.
 constexpr bool keeps_lanes(ForwardConfig const& c) {
-  return spare_registers(c) >= 70 && !c.reads_masks() && !(c.modifies_scores() && c.arch == 120);
+  return is_roomy(c) && !c.reads_masks() && !(c.modifies_scores() && c.arch == 120);
 }
 
 /// Shared memory of a block: Q (O on the way out), K and V rings, barriers, what the block works on, which pages the
