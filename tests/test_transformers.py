@@ -485,13 +485,14 @@ def test_a_model_computes_what_it_did_and_undone_is_what_it_was(name: str):
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", SWAPPED)
 def test_on_a_gpu_a_model_is_as_exact_as_it_was(name: str):
-    """In half precision beside float32, or a rounding further: a step, and logits over a cache."""
+    """In half precision beside float32: a step, and logits over a cache. By all of a result's differences, as the worst
+    one alone of a thousand is up to 2.3 times another's, or half of it."""
     network = fresh(name).to(*GPU)
     for compute in (step, rest_of_a_prompt):
         wanted, own = compute(fresh(name)), compute(network, GPU)
         with integration.apply(network):
             found = compute(network, GPU)
-        assert error(found, wanted) <= 2 * error(own, wanted) + torch.finfo(GPU[1]).eps
+        assert (found - wanted).norm() <= 1.5 * (own - wanted).norm()
 
 
 def test_parts_alone_and_what_is_left():
