@@ -10,10 +10,12 @@ from typing import Any
 import gpu
 import hypothesis
 import oracle_features
+import oracle_gradients
 import pytest
 import torch
 from backward_launch import OVERFLOWING, BackwardLaunch
 from backward_launch import listed as listed_gradients
+from feature_tensors import Call
 from hypothesis import strategies as st
 from launches import LARGEST, SPLIT_ERROR, Launch, compare, fit
 from listed_problems import GROUPS, is_short, listed
@@ -449,20 +451,17 @@ def test_nan_in_a_query_stays_with_it_and_its_keys(row: _C.Row):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_autograd_finds_the_gradients_of_the_op(dtype: torch.dtype, compiled: bool):
-    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         out, lse = cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
-        return out.float().square().sum() + lse.sum()
+        return out.float().square().sum() + lse.sum(), out.detach(), lse.detach()
 
     for heads, kv, n, dim in ((4, 4, 100, 64), (8, 2, 333, 128), (2, 1, 64, 40), (2, 1, 99, 320)):
         inputs = [torch.randn(2, n, h, dim, device=DEVICE, dtype=dtype, requires_grad=True) for h in (heads, kv, kv)]
-        call = torch.compile(loss, fullgraph=True) if compiled else loss
-        found = torch.autograd.grad(call(*inputs), inputs)
-        wide = [x.detach().cpu().double().requires_grad_() for x in inputs]
-        expected = torch.autograd.grad(loss(*wide), wide)
-        for x, y in zip(found, expected, strict=True):
-            error = (x.cpu().double() - y).abs().max() / y.abs().max()
-            # float32's products may be off by SPLIT_ERROR half ulps.
-            assert error <= (8 if dtype != torch.float32 else 64) * torch.finfo(dtype).eps
+        total, out, lse = (torch.compile(loss, fullgraph=True) if compiled else loss)(*inputs)
+        found = dict(zip("qkv", torch.autograd.grad(total, inputs), strict=True))
+        call = Call(*(x.detach() for x in inputs), None, "bottom-right", {}, False)
+        product_error = SPLIT_ERROR if dtype == torch.float32 else 0.0
+        oracle_gradients.compare(call, found, 2.0 * out, torch.ones_like(lse), product_error).check()
 
 
 @on_a_gpu

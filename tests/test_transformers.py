@@ -425,8 +425,8 @@ def test_continuous_batching_goes_on_as_each_prompt_alone(by_the_hub: bool, monk
 SWAPPED = {"Llama": 2, "Mistral": 2, "Qwen2": 2, "Qwen3": 4, "Gemma": 2, "Gemma2": 4, "Gemma3": 6}
 
 
-def fresh(name: str) -> Any:
-    made, drawn = copy.deepcopy(model(name)), torch.Generator().manual_seed(0)
+def fresh(name: str, seed: int = 0) -> Any:
+    made, drawn = copy.deepcopy(model(name)), torch.Generator().manual_seed(seed)
     made.set_attn_implementation("eager")
     with torch.no_grad():
         for key, weight in made.named_parameters():
@@ -481,18 +481,26 @@ def test_a_model_computes_what_it_did_and_undone_is_what_it_was(name: str):
     applied.undo()
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", SWAPPED)
-def test_on_a_gpu_a_model_is_as_exact_as_it_was(name: str):
-    """In half precision beside float32: a step, and logits over a cache. By all of a result's differences, as the worst
-    one alone of a thousand is up to 2.3 times another's, or half of it."""
-    network = fresh(name).to(*GPU)
-    for compute in (step, rest_of_a_prompt):
-        wanted, own = compute(fresh(name)), compute(network, GPU)
-        with integration.apply(network):
-            found = compute(network, GPU)
-        assert (found - wanted).norm() <= 1.5 * (own - wanted).norm()
+@pytest.mark.parametrize(
+    "place",
+    [
+        (torch.device("cpu"), torch.float16),
+        pytest.param(GPU, marks=[pytest.mark.gpu, pytest.mark.filterwarnings("default")]),
+    ],
+    ids=["cpu", "cuda"],
+)
+def test_in_half_precision_a_model_is_as_exact_as_it_was(name: str, place: Place):
+    """A step, and logits over a cache, beside float32's. Of several models: one that is as small has its gradients from
+    few numbers, and was 0.4 to 1.8 times as far off as eager's by the luck of its roundings, 0.8 to 1.0 on average."""
+    ratios = []
+    for seed in range(4):
+        network = fresh(name, seed).to(*place)
+        for compute in (step, rest_of_a_prompt):
+            wanted, own = compute(fresh(name, seed)), compute(network, place)
+            with integration.apply(network):
+                ratios.append((compute(network, place) - wanted).norm() / (own - wanted).norm())
+    assert torch.stack(ratios).log().mean().exp() <= 1.2
 
 
 def test_parts_alone_and_what_is_left():
