@@ -279,6 +279,34 @@ def attend_cache(
     return found
 
 
+def check_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seqused_k: Tensor | None,
+    scale: float | None = None,
+    causal: bool | str | None = False,
+    return_lse: bool = False,
+    row: str | None = None,
+    **features: Any,
+) -> None:
+    """Raises what ``attend_cache`` would say of its arguments, before the cache is written to; what lies in memory is
+    not looked at."""
+    if torch.compiler.is_compiling():  # nothing is written before all shapes are known
+        return
+    if scale is not None:
+        check.finite_scale(scale)
+    if row is not None:
+        check.row_name(row)
+    check.causal_name(causal)
+    given: Mapping[str, Any] = {**features, "seqused_k": seqused_k}
+    if private_torch.any_autocast_enabled() and autocast.dtype_of(k_cache) is not None:
+        q, _, _, given = autocast.operands(q, k_cache, v_cache, given, k_cache.dtype)
+    arguments = op_arguments(q, given, "q", RESULTS if check.flag("return_lse", return_lse) else OUT)
+    said = Features(**{name: x for name, x in arguments.items() if name not in RESULTS})
+    check_features.check_features((q, k_cache, v_cache), said, ("q", "k_cache", "v_cache"))
+
+
 def attend_known(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, known: Mapping[str, Any], own: Mapping[str, Any]
 ) -> Tensor:

@@ -11,7 +11,7 @@ from cutlass_fmha import private_torch
 from cutlass_fmha.arguments import check, check_features, results, tensors
 from cutlass_fmha.arguments.op_arguments import op_arguments, window_sides
 from cutlass_fmha.arguments.signature import lists_features, refuse_name
-from cutlass_fmha.attention import attend_cache
+from cutlass_fmha.attention import attend_cache, check_cache
 from cutlass_fmha.features import CacheArguments
 from cutlass_fmha.launch import plan
 from cutlass_fmha.ops import append_kv, dispatcher
@@ -101,7 +101,6 @@ def with_kv_cache(
         refuse_name("with_kv_cache", min(unknown))
     causal = "none" if causal is False else "bottom-right" if causal is True else check.causal_name(causal)
     is_rotated = rotary_cos is not None or rotary_sin is not None or rotary_seqlens is not None
-    window = features.get("window")
     call: Any = Append(  # as it is said: not all of it may be what an append takes
         k_cache,
         v_cache,
@@ -109,7 +108,7 @@ def with_kv_cache(
         v,  # type: ignore[arg-type]
         cache_seqlens,  # type: ignore[arg-type]
         q if is_rotated else None,
-        causal != "none" or (window is not None and bool(window_sides(window))),
+        advances(causal, features.get("window")),
         rotary_cos,
         rotary_sin,
         rotary_interleaved,
@@ -131,6 +130,8 @@ def with_kv_cache(
             call = _checked(q, call, features)  # a number is checked at each call, and becomes a vector
         return _planned(q, call, scale, causal, return_lse, row, features)
     call = _checked(q, call, features)
+    if k is not None:
+        check_cache(q, k_cache, v_cache, call.cache_seqlens, scale, causal, return_lse, row, **features)
     with dispatcher.between_launches(q) as between:
         seqused_k = call.cache_seqlens
         if k is not None:
@@ -139,6 +140,11 @@ def with_kv_cache(
         said = {**features, "seqused_k": seqused_k}
         output, softmax_lse = attend_cache(q, k_cache, v_cache, scale, causal, return_lse, row, said)
     return output if softmax_lse is None or not return_lse else (output, softmax_lse)
+
+
+def advances(causal: bool | str | None, window: Any) -> bool:
+    """Whether queries are rotated by their own positions, or all by that of the first new key, as in flash_attn."""
+    return check.causal_name(causal) != "none" or (window is not None and bool(window_sides(window)))
 
 
 def _is_on_device(lengths: Tensor | int | None) -> bool:

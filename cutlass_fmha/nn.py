@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cutlass_fmha.arguments import check, tensors
-from cutlass_fmha.attention import attention
+from cutlass_fmha.attention import attention, check_cache
 from cutlass_fmha.gates import gelu_and_mul, silu_and_mul, swiglu_mlp
-from cutlass_fmha.kv_cache import with_kv_cache
+from cutlass_fmha.kv_cache import advances, with_kv_cache
 from cutlass_fmha.norm import rms_norm
 from cutlass_fmha.ops.rows import check_like
 from cutlass_fmha.qk_norm_rope import qk_norm_rope
@@ -30,6 +30,14 @@ Table = tuple[Tensor, Tensor]
 #: Of ``attention``, but not of a layer; and of ``with_kv_cache``, where an append's rows go.
 _RESULTS = frozenset({"layout", "return_lse", "out", "lse"})
 _PLACES = frozenset({"cache_batch_idx", "page_table", "leftpad_k"})
+#: What ``with_kv_cache`` calls arguments of ``qk_norm_rope`` and ``rotary_qk``.
+_ROTARY = {"rotary_interleaved": "interleaved", "rotary_seqlens": "offsets"}
+
+
+def untouched(module: Any) -> bool:
+    """Whether nobody put another forward in a module's place, or a hook, which a fused call would pass by."""
+    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return "forward" not in vars(module) and not any(hooks)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -64,10 +72,7 @@ class RMSNorm(nn.RMSNorm):
         check.check_tensor("x", x)
         if x.shape[-count:] != self.normalized_shape:
             raise ValueError(f"x must end in {self.normalized_shape}, the normalized shape, got {tuple(x.shape)}")
-        said: Any = {
-            "eps": self._eps(x),
-            "weight_offset": self.weight_offset if self.elementwise_affine else 0.0,
-        }
+        said: Any = self._said(x)
         if count == 1:
             return rms_norm(x, self.weight, residual=residual, **said)
         rows, weight = (None if y is None else y.flatten(-count) for y in (x, self.weight))
@@ -77,11 +82,12 @@ class RMSNorm(nn.RMSNorm):
         other = residual.flatten(-count)
         return tuple(y.view(x.shape) for y in rms_norm(rows, weight, residual=other, **said))
 
-    def _eps(self, x: Tensor) -> float:
+    def _said(self, x: Tensor) -> dict[str, float]:
         """For an input; of one that has no epsilon, the op says what it thinks."""
-        if self.eps is not None:
-            return self.eps
-        return torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+        eps = self.eps
+        if eps is None:
+            eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+        return {"eps": eps, "weight_offset": self.weight_offset if self.elementwise_affine else 0.0}
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", weight_offset={self.weight_offset}" * bool(self.weight_offset)
@@ -201,14 +207,16 @@ class SwiGLU(_Joined):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features]; returns [..., out_features]."""
         bias = self.gate_up_bias
-        if self.activation == "silu" and bias is None:
-            return swiglu_mlp(x, self.gate_up_weight, self.down_proj.weight)
+        down: Any = self.down_proj  # or what somebody put in its place
+        plain = getattr(down, "bias", None) is None and type(down) is nn.Linear and untouched(down)
+        if self.activation == "silu" and bias is None and plain:
+            return swiglu_mlp(x, self.gate_up_weight, down.weight)
         rows = functional.linear(x, self.gate_up_weight, bias)
         if self.activation == "silu":
             gated = silu_and_mul(rows)
         else:
             gated = gelu_and_mul(rows, approximate="none" if self.activation == "gelu" else "tanh")
-        result: Tensor = self.down_proj(gated)
+        result: Tensor = down(gated)
         return result
 
 
@@ -327,24 +335,28 @@ class Attention(_Joined):
         result: Tensor = self.o_proj(out.flatten(-2))
         return result
 
-    def _norms(self, q: Tensor, rotary: Table | None) -> dict[str, Any]:
-        cos, sin = rotary or (None, None)
+    def _norms(self, q: Tensor) -> dict[str, Any] | None:
+        """Both norms for ``qk_norm_rope``; None where it has no name for what they are."""
         q_norm, k_norm = self.q_norm, self.k_norm
+        if not all(type(norm) is RMSNorm and untouched(norm) for norm in (q_norm, k_norm)):
+            return None
         assert q_norm is not None and k_norm is not None
-        return {
-            "q_weight": q_norm.weight,
-            "k_weight": k_norm.weight,
-            "eps": q_norm._eps(q),
-            "cos": cos,
-            "sin": sin,
-        }
+        if (said := q_norm._said(q)) != k_norm._said(q):
+            return None
+        return {"q_weight": q_norm.weight, "k_weight": k_norm.weight, **said}
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, rotary: Table | None, said: dict[str, Any]) -> Tensor:
         starts = said.get("cu_seqlens_q")
-        if self.q_norm is not None:
-            q, k = qk_norm_rope(q, k, **self._norms(q, rotary), cu_seqlens=starts)
-        elif rotary is not None:
-            q, k = rotary_qk(q, k, *rotary, cu_seqlens=starts)
+        if (norms := self._norms(q)) is not None:
+            cos, sin = rotary or (None, None)
+            q, k = qk_norm_rope(q, k, **norms, cos=cos, sin=sin, cu_seqlens=starts)
+        else:
+            q, k = self._normed(q, k)
+            if rotary is not None:
+                q, k = rotary_qk(q, k, *rotary, cu_seqlens=starts)
         if self.dropout and self.training:
             said = {"dropout_p": self.dropout, **said}
         out: Tensor = attention(q, k, v, **said)
@@ -354,14 +366,23 @@ class Attention(_Joined):
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Table | None, cache: KVCache, said: dict[str, Any]
     ) -> Tensor:
         lengths, seqlen = cache.lengths, q.shape[1]
-        if self.q_norm is not None:
+        if (norms := self._norms(q)) is not None:
+            turned = {name: said.pop(given) for given, name in _ROTARY.items() if given in said}
+            check_cache(q, cache.k, cache.v, lengths, **said)
             new: Any = {"v": v, "k_cache": cache.k, "v_cache": cache.v, "cache_seqlens": lengths}
             new |= {name: said[name] for name in _PLACES.intersection(said)}
-            q, used = qk_norm_rope(q, k, **self._norms(q, rotary), **new)
+            cos, sin = rotary or (None, None)
+            q, used = qk_norm_rope(q, k, **norms, cos=cos, sin=sin, **turned, **new)
             out = with_kv_cache(q, cache.k, cache.v, cache_seqlens=used, **said)
         else:
-            if rotary is not None:
+            q, k = self._normed(q, k)
+            if rotary is not None and advances(said["causal"], said["window"]):
                 said = {"rotary_cos": rotary[0], "rotary_sin": rotary[1], **said}
+            elif rotary is not None:  # with_kv_cache would have all queries where the first new key is
+                turned = {name: said.pop(given) for given, name in _ROTARY.items() if given in said}
+                if turned.get("offsets") is None:
+                    turned["offsets"] = lengths - said["leftpad_k"] if said.get("leftpad_k") is not None else lengths
+                q, k = rotary_qk(q, k, *rotary, **turned)
             out = with_kv_cache(q, cache.k, cache.v, k, v, cache_seqlens=lengths, **said)
         lengths += seqlen
         assert isinstance(out, Tensor)

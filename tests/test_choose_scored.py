@@ -257,7 +257,13 @@ def test_shapes_tell_how_long_documents_are_on_average():
         return describe((q, k, k), "bottom-right", features).problem.mean
 
     assert mean(400, 1100) == mean(0, 0) == mean(200, 300, batch_invariant=True) == EVEN  # as long as the longest
-    assert (mean(200, 301), mean(0, 1)) == ((50, 76), (0, 1))
+    assert (mean(200, 301), mean(0, 400)) == ((50, 76), (0, 100))
+    # A bound far above all rows says no more than their number, but to a mask, which may be as large.
+    q, cu = torch.empty(400, 2, 64, dtype=torch.float16), torch.tensor([0, 400], dtype=torch.int32)
+    loose = Features(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=2**29, max_seqlen_k=2**29)
+    masked = loose._replace(mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    found = [describe((q, q, q), "none", features).problem for features in (loose, masked)]
+    assert [(p.seqlen_q, p.seqlen_k) for p in found] == [(400, 400), (2**29, 2**29)]
     # Each batch of like documents has another mean and another longest: rows are not compared anew for most.
     generator, classes = random.Random(1), set()
     for _ in range(1000):

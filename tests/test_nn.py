@@ -91,6 +91,49 @@ def test_packed_rows_have_positions_of_their_own_and_a_cache_its_padding(qk_norm
     close(*found)
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_a_cache_moves_no_query_and_norms_are_what_their_modules_are(qk_norm: bool):
+    layer, table, x = (
+        nn.Attention(32, 4, 2, 16, qk_norm=qk_norm, causal=False),
+        nn.rotary_table(32, 16),
+        torch.randn(1, 7, 32),
+    )
+    pad = torch.tensor([2], dtype=torch.int32)
+    interleaved = {"rotary_interleaved": True, "rotary_seqlens": 3}
+
+    def cached(pads: int = 0, **said: object) -> torch.Tensor:
+        cache = nn.KVCache(1, 16, 2, 16)
+        cache.lengths.fill_(pads)
+        with torch.no_grad():
+            return layer(x, table, cache, **said)
+
+    wanted, turned = layer(x, table), cached(**interleaved)
+    close([cached(), cached(2, leftpad_k=pad)], [wanted, wanted])
+    close(cached(causal=True), layer(x, table, causal=True))
+    assert (turned - wanted).abs().max() > 1e-3
+    if qk_norm:
+        layer.k_norm.register_forward_hook(lambda *_: None)  # then norms are called
+        close([layer(x, table), cached(), cached(**interleaved)], [wanted, wanted, turned])
+        layer.q_norm, layer.k_norm = nn.RMSNorm(16, 10.0), nn.RMSNorm(16, 1e-6, weight_offset=1.0)
+        q, k = (functional.rms_norm(torch.ones(16), (16,), eps=eps) for eps in (10.0, 1e-6))
+        close([y[0, 0, 0] for y in layer._normed(*torch.ones(2, 1, 1, 2, 16))], [q, k])
+        assert (layer(x, table) - wanted).abs().max() > 1e-3
+    cache = nn.KVCache(1, 16, 2, 16)
+    with pytest.raises(ValueError, match="softcap"):
+        layer(x, table, cache, softcap=-1.0)
+    assert not cache.k.any()
+
+
+def test_a_product_that_is_another_module_is_called():
+    layer, x = nn.SwiGLU(8, 16), torch.randn(2, 8)
+    layer.down_proj = torch.nn.Linear(16, 8)
+    torch.nn.init.constant_(layer.down_proj.bias, 100.0)
+    assert layer(x).min() > 50.0
+    layer.down_proj = torch.nn.Linear(16, 8, bias=False)
+    layer.down_proj.register_forward_hook(lambda module, given, out: out + 100.0)
+    assert layer(x).min() > 50.0
+
+
 def test_a_block_under_autocast():
     norm, layer = nn.RMSNorm(32), nn.Attention(32, 4, qk_norm=True)
     x = torch.randn(1, 5, 32, requires_grad=True)

@@ -154,9 +154,14 @@ def _batch(q: Tensor, k: Tensor, features: Features, names: Triple) -> int:
     return batch
 
 
+def _at_most(rows: int, said: int | None, free: bool) -> int:
+    if said is None:
+        return rows
+    return torch.sym_min(rows, said) if free else said
+
+
 def _seqlens(q: Tensor, k: Tensor, features: Features, names: Triple) -> tuple[int, int, int]:
     """The lengths of the sequences, at most, and the page size."""
-    seqlen_q = q.shape[1] if features.cu_seqlens_q is None else features.max_seqlen_q
     page_size = 0
     if features.page_table is not None:
         _check_table(features.page_table)
@@ -165,12 +170,16 @@ def _seqlens(q: Tensor, k: Tensor, features: Features, names: Triple) -> tuple[i
         capacity: int | None = features.page_table.shape[1] * page_size
     else:
         capacity = k.shape[1] if features.cu_seqlens_k is None else None
-    seqlen_k, longest = capacity, features.max_seqlen_k
-    if longest is not None:
-        seqlen_k = longest if capacity is None else torch.sym_min(capacity, longest)
-    # Without a word about the longest sequence, it has all the rows that there are.
-    seqlen_q = q.shape[0] if seqlen_q is None else seqlen_q
-    seqlen_k = k.shape[0] if seqlen_k is None else seqlen_k
+    # Packed, the longest sequence has no more than all rows that there are, whatever is said of it; but a mask, a bias
+    # or a list of blocks may be as large as that.
+    free = features.mask is None and features.bias is None and features.block_counts is None
+    seqlen_q, seqlen_k, longest = q.shape[1], capacity, features.max_seqlen_k
+    if features.cu_seqlens_q is not None:
+        seqlen_q = _at_most(q.shape[0], features.max_seqlen_q, free)
+    if seqlen_k is None:
+        seqlen_k = _at_most(k.shape[0], longest, free)
+    elif longest is not None:
+        seqlen_k = torch.sym_min(seqlen_k, longest)
     for name, length, bound in ((names[0], seqlen_q, "max_seqlen_q"), (names[1], seqlen_k, "max_seqlen_k")):
         if getattr(features, bound) is None and length > MAX_SEQLEN:
             packed = getattr(features, bound.replace("max_seqlen", "cu_seqlens")) is not None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cutlass_fmha.gates import geglu, swiglu
+from cutlass_fmha.nn import untouched
 from cutlass_fmha.norm import rms_norm
 from cutlass_fmha.qk_norm_rope import qk_norm_rope
 from cutlass_fmha.rotary import rotary_qk
@@ -166,12 +167,6 @@ def _obstacle(module: Any, family: Family, part: str) -> str | None:
     return None
 
 
-def _whole(norm: Any) -> bool:
-    """Whether nobody put another forward in a norm's place, or a hook, which a fused call would pass by."""
-    hooks = norm._forward_pre_hooks, norm._forward_hooks, norm._backward_pre_hooks, norm._backward_hooks
-    return "forward" not in vars(norm) and not any(hooks)
-
-
 def _activation(module: Any) -> str:
     config = module.config
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
@@ -235,7 +230,7 @@ def _attention(kind: type, family: Family) -> Forward:
     its_norm = vars(module)[f"{family.prefix}RMSNorm"]
 
     def fuses(norm: Any) -> bool:
-        return getattr(type(norm), OURS, type(norm)) is its_norm and _whole(norm)
+        return getattr(type(norm), OURS, type(norm)) is its_norm and untouched(norm)
 
     def forward(
         self: Any,
@@ -287,7 +282,7 @@ def _layer(kind: type, family: Family) -> Forward:
     its_own: Forward = vars(kind)["forward"]
 
     def sum_and_norm(norm: Any, x: Tensor, residual: Tensor) -> Any:
-        if hasattr(norm, OURS) and _whole(norm):
+        if hasattr(norm, OURS) and untouched(norm):
             return norm(x, residual=residual)
         total = residual + x
         return norm(total), total
