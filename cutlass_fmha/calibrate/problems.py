@@ -131,6 +131,11 @@ _DESIGNED = (
     (2, 33, 1, 2048, 2048, "none"),
     (2, 33, 1, 2048, 2048, "bottom-right"),
     (1, 16, 1, 8192, 8192, "bottom-right"),
+    (2, 16, 1, 8192, 8192, "bottom-right"),
+    (4, 16, 1, 4096, 4096, "bottom-right"),
+    (8, 16, 1, 2048, 2048, "bottom-right"),
+    (4, 16, 1, 4096, 4096, "none"),
+    (32, 16, 1, 512, 512, "none"),
     (8, 32, 4, 1, 4096, "none"),
     (4, 8, 1, 16, 2048, "none"),
     # Decoding, which few drawn problems are: scored rows are timed on these alone.
