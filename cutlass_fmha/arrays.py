@@ -114,7 +114,7 @@ def through(function: Callable[..., Any], q: Any, k: Any, v: Any, features: Mapp
 
 
 def tensors(name: str, value: Any, place: _Place | None = None) -> Any:
-    """An argument with tensors in place of arrays, also inside of a tuple; anything else as it is."""
+    """An argument with tensors in place of arrays, also inside of a tuple or list; anything else as it is."""
     kind: Any = type(value)
     if place is not None and kind is place.kind and (taken := place.take(value)) is not None:
         return taken
@@ -124,8 +124,9 @@ def tensors(name: str, value: Any, place: _Place | None = None) -> Any:
                 return torch.from_numpy(value)  # the same, in less than half of the time
         except (AttributeError, TypeError, ValueError):
             pass  # a reason that is said below
-    if isinstance(value, tuple):
-        return tuple(tensors(name, each, place) for each in value)
+    if isinstance(value, (tuple, list)):
+        inside = [tensors(name, each, place) for each in value]
+        return tuple(inside) if isinstance(value, tuple) else inside
     if not _has_dlpack(kind):
         return value
     _refuse_masked(name, kind)
@@ -225,7 +226,7 @@ def _jax_takes_all(q: Any, k: Any, v: Any, features: Mapping[str, Any]) -> bool:
     given = {name: x for name, x in features.items() if x is not None}
     values: list[Any] = [k, v]
     for x in given.values():
-        values += x if isinstance(x, tuple) else (x,)
+        values += x if isinstance(x, (tuple, list)) else (x,)
     if is_traced(kind) or any(is_traced(type(x)) for x in values):
         return True  # or refuses it: nobody else can
     if given.get("dropout_p") and "dropout_seed" not in given:

@@ -164,6 +164,7 @@ def _both_parts(
     """The merged state. ``both`` and ``own``: what ``attention`` is told of both parts, of the own one;
     ``to``: out and lse."""
     *batch, seqlen, heads, _ = q.shape
+    _check(q, k_shared, v_shared, k, v, own, to)
     rows = q.reshape(1, math.prod(q.shape[:-2]), *q.shape[-2:])
     with dispatcher.between_launches(q) as room:
         states: list[dict[str, Any]] = [{}, {}]
@@ -182,3 +183,29 @@ def _both_parts(
         if q.dim() == 4:
             shared_lse = shared_lse.transpose(0, 1)
         return merge_states(shared.view(found.shape), shared_lse, found, found_lse, out=to[0], lse=to[1])
+
+
+def _check(
+    q: Tensor,
+    k_shared: Tensor,
+    v_shared: Tensor,
+    k: Tensor,
+    v: Tensor,
+    own: Mapping[str, Any],
+    to: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """What neither part knows, before one runs: that their outputs are alike, and where both are written to."""
+    check.check_tensor("v", v)
+    if v.dim() > 0 and v.shape[-1] != v_shared.shape[-1]:
+        raise ValueError(f"v_shared must have v's head_dim (last dimension) {v.shape[-1]}, got {v_shared.shape[-1]}")
+    out, lse = to
+    if (out is None and lse is None) or torch.compiler.is_compiling():
+        return
+    *batch, seqlen, heads, _ = q.shape
+    if out is not None:
+        results.check_result("out", out, (*batch, seqlen, heads, v.shape[-1]), q.dtype, ("q", q))
+    if lse is not None:
+        results.check_result("lse", lse, (*batch, heads, seqlen), torch.float32, ("q", q))
+    read = {"q": q, "k_shared": k_shared, "v_shared": v_shared, "k": k, "v": v} | dispatcher.tensors_of(own)
+    check.check_tensors_given(read)  # others have no address
+    results.check_apart_before({"out": out, "lse": lse}, read)

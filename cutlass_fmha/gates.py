@@ -133,8 +133,9 @@ def _check_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> None:
     tensors.check_dims("w_gate_up", w_gate_up, "2 * dim, dim_in")
     tensors.check_dims("w_down", w_down, "dim_out, dim")
     tensors.check_device("x", x, {"w_gate_up": w_gate_up, "w_down": w_down})
+    cast = autocast.DTYPES if autocast.dtype_of(x) is not None else ()
     for name, weight in (("w_gate_up", w_gate_up), ("w_down", w_down)):
-        if weight.dtype != x.dtype and autocast.dtype_of(x) is None:
+        if weight.dtype != x.dtype and not (weight.dtype in cast and x.dtype in cast):
             own, got = check.dtype_name(x.dtype), check.dtype_name(weight.dtype)
             raise ValueError(f"{name} must have x's dtype {own}, got {got}")
     if x.dim() < 1 or x.shape[-1] != w_gate_up.shape[1]:

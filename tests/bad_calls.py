@@ -123,7 +123,7 @@ REFUSED: Refusals = {
         ({"lse": LSE}, "lse is only taken with return_lse=True", TypeError),
         ({"row": 3}, "row must be the name of a row or None, got int", TypeError),
         ({"max_seqlen_k": True}, "max_seqlen_k must be an int or None, got bool", TypeError),
-        ({"dropout_p": 0.1, "dropout_seed": 1.5}, "dropout_seed must be an int or None, got float", TypeError),
+        *[({"dropout_p": p, "dropout_seed": 1.5}, "dropout_seed must be an int .* float", TypeError) for p in (0, 0.1)],
         ({"block_mask": BLOCKS[0]}, r"block_mask must be a triple \(block_counts, .* got Tensor", TypeError),
         ({"block_mask": (*BLOCKS[:2], 64)}, r"block_mask must end with a pair \(block_m, block_n\), got 64", TypeError),
         ({"block_mask": (None, BLOCKS[1], (4, 4))}, "block_counts must be a torch.* got None", TypeError),
@@ -169,7 +169,7 @@ REFUSED: Refusals = {
         *[({"mask": x}, r"mask must be broad.*\(2, 4, 6, 10\)") for x in (MASK[:, :9], MASK[None, None, None])],
         ({"bias": BIAS.half()}, "bias must have q's dtype float32, got float16"),
         ({"sinks": torch.ones(4).half()}, "sinks must be float32 or of the tensors' dtype .* got float16"),
-        ({"dropout_p": 0.1, "dropout_seed": ints(3)}, r"dropout_seed must be int64 of shape .* int32 of shape \(1,\)"),
+        *[({"dropout_p": p, "dropout_seed": ints(3)}, r"dropout_seed must be int64 .* int32 of sh") for p in (0, 0.1)],
         ({"block_mask": (*BLOCKS[:2], (0, 4))}, r"block_mask must have blocks of at least 1 query and 1 key"),
         ({"block_mask": (BLOCKS[0].long(), *BLOCKS[1:])}, "block_counts must be int32, got int64"),
         ({"block_mask": (BLOCKS[0][..., :1], *BLOCKS[1:])}, r"block_counts .* query blocks, got \(1, 1, 1\)"),
@@ -309,7 +309,10 @@ REFUSED: Refusals = {
         ({"dropout_seed": 2**63}, "dropout_seed must fit in 64 bits, got 9223372036854775808"),
         ({"dropout_seed": torch.tensor(3)}, r"dropout_seed must be int64 of shape \(1,\), got"),
     ],
-    "cascade": [({"k": K.clone().requires_grad_()}, "no backward yet", NotImplementedError)],
+    "cascade": [
+        ({"k": K.clone().requires_grad_()}, "no backward yet", NotImplementedError),
+        ({"v_shared": V[0, ..., :8]}, r"v_shared must have v's head_dim \(last dimension\) 16, got 8"),
+    ],
     "append_kv_": [
         ({"key": NEW.clone().requires_grad_()}, "no backward yet", NotImplementedError),
         ({"v_cache": K[:, :9]}, r"v_cache must have k_cache's shape but for .* \(2, 10, 2\)"),
@@ -395,7 +398,7 @@ ALIKE: Alike = [
     (TypeError, "must .*got list", [1], {"sdpa": "attn_mask", "qk_norm_rope": "k_weight", "dropout_mask": "dropout_p"}),
     (TypeError, "must be a bool, got int", 1, {
         "attention": "batch_invariant return_lse", "sdpa": "is_causal", "with_kv_cache": "return_lse",
-        "cascade": "return_lse", "rotary": "interleaved", "rotary_qk": "inplace interleaved",
+        "cascade": "return_lse", "explain": "return_lse", "rotary": "interleaved", "rotary_qk": "inplace interleaved",
         "append": "rotary_interleaved",
     }),
     (TypeError, "must be a float, got str", "1", {"attention": "softcap", "sdpa": "dropout_p", "qk_norm_rope": "eps"}),
@@ -432,7 +435,7 @@ ALIKE: Alike = [
         "attention": "q", "append": "k rotary_cos", "cascade": "q", "rotary": "x", "varlen": "k",
         "append_kv_": "page_table",
     }),
-    (ValueError, "must be finite and of", math.nan, dict.fromkeys(("forward", "attend", "backward"), "scale")),
+    (ValueError, "must be finite", math.nan, dict.fromkeys(("forward", "attend", "backward", "explain"), "scale")),
     (ValueError, "must be int32,? .*got int64", torch.tensor([0, 1]), {
         "attention": "seqused_k", "append_kv_": "cache_seqlens", "rotary": "positions", "packed append": "cu_seqlens_q",
         "paged": "page_table",
@@ -460,7 +463,7 @@ ALIKE_ON_CPU: Alike = [
         "attention": "seqused_k seqused_q leftpad_k prefix_lengths",
     }),
     (ValueError, "must not share memory with (o_a|q|x), which is read or written in the same call", Q, {
-        "merge_states": "out", "append": "out", "rotary": "out",
+        "merge_states": "out", "append": "out", "rotary": "out", "cascade": "out",
     }),
     (ValueError, r"must rise from 0 to (4|12) at most, got \[0, 6, 13\]", ints(0, 6, 13), {
         "varlen": "cu_seqlens_q", "packed append": "cu_seqlens_q", "packed rotary": "cu_seqlens",

@@ -104,6 +104,13 @@ def test_a_gradient_that_nobody_wants_is_empty_and_one_of_the_output_lies_anywhe
         assert all(map(torch.equal, found, expected))
 
 
+def test_without_heads_of_queries_all_gradients_are_0():
+    q, k, v = tensors()
+    bias = drawn(7, 9).requires_grad_()
+    out = attention(q[:, :, :0], k, v, bias=bias)
+    assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v, bias)))
+
+
 def put_in_place(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, Any]) -> None:
     usual = {"family": "backward", "dtype": "float16", "smem_bytes": 99000, "alignment": 16, "arch": 90}
     usual |= {"scored": False, "writes_scores": False}

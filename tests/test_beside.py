@@ -135,6 +135,10 @@ def test_autocast_leaves_rows_alone_and_casts_products_and_what_is_new_to_a_cach
         assert rms_norm(X, W).dtype == swiglu(X, half).dtype == torch.float32
         mixed = rms_norm(half, w, residual=X)
         torch.testing.assert_close(mixed, rms_norm(half.float(), w.float(), residual=X))
+        to = torch.empty_like(X), torch.empty_like(X)
+        assert all(map(torch.equal, rms_norm(half, w, residual=X, out=to), mixed))
+        with pytest.raises(ValueError, match="w_gate_up must have x's dtype float64, got float32"):
+            swiglu_mlp(X.double(), UP, DOWN)
         found = [swiglu_mlp(X, *weights, recompute=recompute) for recompute in (False, True)]
         assert qk_norm_rope(Q.float(), K.bfloat16(), K.bfloat16(), **said)[0].dtype == torch.bfloat16
     assert found[0].dtype == torch.bfloat16 and torch.equal(*found)

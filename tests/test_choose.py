@@ -142,8 +142,8 @@ def test_few_queries_take_a_few_query_row_and_a_large_problem_never_does(gpu: st
         large = replace(few, batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=heads, num_heads_kv=heads)
         chosen = choose.choose(large, PRESETS[gpu], table=BUILD)
         assert chosen.kv_warps == 1
-        # Elsewhere the smaller tile may fill its last wave better.
-        assert chosen.tile_m == 256 or (gpu != "h200" and (batch < 4 or head_dim == 32))
+        # Elsewhere the smaller tile may fill its last wave better; at head dim 32 it is as fast on an H200, too.
+        assert chosen.tile_m == 256 or head_dim == 32 or (gpu != "h200" and batch < 4)
 
 
 def test_resident_blocks_are_limited_by_shared_memory_warps_and_registers():
@@ -333,7 +333,7 @@ def test_explain_takes_tensors_as_attention_does_or_a_shape(monkeypatch):
     monkeypatch.setattr(tables, "this_build", lambda: BUILD)
     q = torch.empty(2, 16, 300, 64, dtype=torch.float16)
     k = v = torch.empty(2, 4, 500, 64, dtype=torch.float16)
-    found = cutlass_fmha.explain(q, k, v, causal=True, layout="bhsd", device="l4")
+    found = cutlass_fmha.explain(q, k, v, causal=True, layout="bhsd", scale=0.1, return_lse=True, device="l4")
     assert found.problem == Problem(2, 300, 500, 16, 4, 64, "float16", "bottom-right", 16) and found.device == L4
     found = cutlass_fmha.explain(q, k, v[..., :32], layout="bhsd")
     assert found.device is None and found.problem.head_dim_v == 32  # as the tensors are

@@ -389,13 +389,14 @@ def test_what_is_no_workspace_and_can_not_be_planned():
         (SHAPE | {"q": meta(2, 300, 4, 64)}, TypeError, "takes tensors or a shape, got both"),
         (SHAPE | {"shape": None}, TypeError, "needs q, k and v, or a shape"),
         (SHAPE | {"softcaps": 3.0}, TypeError, "softcaps"),
+        (SHAPE | {"scale": float("nan")}, ValueError, "scale must be finite"),
         (SHAPE | {"alibi_slopes": slopes}, NotImplementedError, "no backward yet for alibi_slopes"),
     ):
         with pytest.raises(error, match=sentence):
             (Workspace if "size" in said else memory_plan)(**said)
 
 
-def test_the_guide_and_the_command_tell_what_is_computed(capsys, monkeypatch):
+def test_the_guide_and_the_command_tell_what_is_computed(capsys, monkeypatch, refused):
     text = MEMORY.read_text()
     example, loop = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     exec(compile(example, str(MEMORY), "exec"), names := {})
@@ -421,6 +422,7 @@ def test_the_guide_and_the_command_tell_what_is_computed(capsys, monkeypatch):
     tokens = fits["models"]["Llama 3 8B"]
     assert tokens == {x: command.longest("Llama 3 8B", "l4", 24 * 10**9, x == "unfused") for x in ("fused", "unfused")}
     assert "| --- |" in told("--table")
+    assert "--table takes no --device, --kv-heads" in refused(command.main, "--table", "--kv-heads=2", "--device=l4")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     drawn = told("--table")

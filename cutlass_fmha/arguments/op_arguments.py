@@ -84,6 +84,8 @@ def op_arguments(
                 arguments[name] = True
     if "dropout_p" in arguments:
         arguments["dropout_seed"] = _seed(query, keywords.get("dropout_seed"))
+    elif others and (seed := keywords.get("dropout_seed")) is not None:
+        _check_seed(seed)  # which says nothing without dropout
     return arguments
 
 
@@ -132,6 +134,13 @@ def _sinks(query: Tensor, sinks: Tensor) -> Tensor:
             f"sinks must be float32 or of the tensors' dtype {dtype_name(query.dtype)}, got {dtype_name(sinks.dtype)}"
         )
     return sinks.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+
+
+def _check_seed(seed: Any) -> None:
+    if isinstance(seed, Tensor):
+        dropout.check_seed(seed)
+    else:
+        integer("dropout_seed", seed)
 
 
 def _seed(query: Tensor, seed: Any) -> Tensor:

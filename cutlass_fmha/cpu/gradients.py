@@ -75,10 +75,11 @@ def attend_backward(
 
 
 def _chunks(sequence: Sequence) -> Iterator[range]:
-    """Without keys, everything but what a sink gets of the LSE is 0."""
-    if len(sequence.k) == 0 and sequence.features.sinks is None:
+    """Without keys, everything but what a sink gets of the LSE is 0; without heads, there is nothing."""
+    heads = sequence.sizes.num_heads
+    if heads == 0 or (len(sequence.k) == 0 and sequence.features.sinks is None):
         return
-    step = max(1, plain.SCORES_PER_CHUNK // (sequence.sizes.num_heads * max(1, len(sequence.k))))
+    step = max(1, plain.SCORES_PER_CHUNK // (heads * max(1, len(sequence.k))))
     for start in range(0, len(sequence.q), step):
         yield range(start, min(start + step, len(sequence.q)))
 

@@ -131,6 +131,8 @@ def explain(
     *,
     causal: bool | str = False,
     layout: str = "bshd",
+    scale: float | None = None,
+    return_lse: bool = False,
     row: str | None = None,
     shape: Sequence[int] | None = None,
     seqlen_k: int | None = None,
@@ -155,6 +157,7 @@ def explain(
     and ``alignment``: what pointers and strides are multiples of, in bytes.
 
     Args:
+        scale, return_lse: as ``attention`` takes them; no choice depends on them.
         features: for a shape, what it comes with: those of ``dispatch.problem.FEATURES``, as "bias".
         keywords: for tensors, those of ``attention``; for a shape ``window`` (left, right), ``block_size``
             (queries, keys) of a block mask, ``page_size`` and ``num_splits``.
@@ -172,6 +175,9 @@ def explain(
     """
     causal_name = check.causal_name(causal)
     check.layout_name(layout)
+    check.flag("return_lse", return_lse)
+    if scale is not None:
+        check.finite_scale(scale)
     if shape is not None:
         if q is not None or k is not None or v is not None:
             raise TypeError("explain takes tensors or a shape, got both")

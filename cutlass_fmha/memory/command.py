@@ -52,6 +52,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", metavar="NAME", help="as explain takes it (default: cuda:0)")
     output.add_json(parser)
     arguments = parser.parse_args(argv)
+    if arguments.table:
+        said = {name for name, x in vars(arguments).items() if x != parser.get_default(name)} - {"table", "json"}
+        if said:
+            parser.error(f"--table takes no {', '.join(f'--{name}' for name in sorted(said)).replace('_', '-')}")
     try:
         if arguments.table:
             content: dict[str, Any] = figures()

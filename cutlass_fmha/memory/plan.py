@@ -160,6 +160,8 @@ def memory_plan(
     causal = check.causal_name(causal)
     check.layout_name(layout)
     check.flag("return_lse", return_lse)
+    if scale is not None:
+        check.finite_scale(scale)
     given: tuple[Tensor | None, ...] = (q, k, v)
     if shape is not None:
         if any(x is not None for x in given):

@@ -452,7 +452,7 @@ def _casts(
 
 
 dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake}, _casts)
-dispatcher.register(SCHEMA_OUT, {"CUDA": _cuda_out, "CPU": _cpu_out, "fake": _fake_out})
+dispatcher.register(SCHEMA_OUT, {"CUDA": _cuda_out, "CPU": _cpu_out, "fake": _fake_out}, _casts)
 dispatcher.register_writes("rms_norm_out", ("out", "sum"))
 dispatcher.register(SCHEMA_BACKWARD, {"CUDA": _cuda_backward, "CPU": _cpu_backward, "fake": _fake_backward})
 
