@@ -241,6 +241,12 @@ def test_blocks_nest_and_leave_torch_as_it_was():
         assert sdpa.enabled == ("cuda",) and not has(NAME, "CPU")
         assert not torch.backends.mha.get_fastpath_enabled()
     assert not has(NAME, "CUDA") and torch.backends.mha.get_fastpath_enabled()
+    first, second = sdpa("cpu"), sdpa("cpu")  # as those of two threads
+    for block in (first, second):
+        block.__enter__()
+    for block, left in ((first, ("cpu",)), (second, ())):
+        block.__exit__(None, None, None)
+        assert sdpa.enabled == left
     torch._C._dispatch_check_invariants(f"aten::{NAME}")
     for call, given in ((sdpa.enable, ["cpu"]), (sdpa.enable, [["cpu"]]), (sdpa.disable, []), (sdpa.disable, [])):
         call(*given)

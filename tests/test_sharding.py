@@ -107,6 +107,9 @@ def one_of_two(rank: int, meeting: str) -> None:
             assert out.placements[1] == (placement if divided else Replicate()), (name, axis)
             found = results(*given, said, spread(of_output, Replicate()))
             assert all(isinstance(x, DTensor) for x in found)
+            beside = results(*given, features, spread(of_output, Replicate()))[5:]  # learned, and the same everywhere
+            assert not any(isinstance(x, DTensor) for x in beside)
+            torch.testing.assert_close(beside, want[5:], rtol=1e-4, atol=1e-4)
             if name.startswith("one head") and axis == heads:
                 assert found[3].placements[1] == Partial(), "each device has a part of the shared head's gradient"
             whole = [x.full_tensor() for x in found]

@@ -333,6 +333,17 @@ def test_positions_are_looked_at_once_in_a_forward() -> None:
     assert not integration._restarts(positions, 11, other)
 
 
+def test_a_static_cache_that_has_rolled_keeps_its_padding():
+    told, padded = [], {"input_ids": tokens(2, 12), "attention_mask": torch.ones(2, 12, dtype=torch.int64)}
+    padded["attention_mask"][0, :10] = 0
+    said = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+    network = copy.deepcopy(model("Mistral"))
+    for implementation in ("eager", MASKS, FLASH):
+        network.set_attn_implementation(implementation)
+        told.append(network.generate(**padded, **said).tolist())
+    assert told[0] == told[1] == told[2]
+
+
 @pytest.mark.parametrize("implementation", [MASKS, FLASH])
 @pytest.mark.parametrize(("rows", "before", "static"), [(1, 5, False), (2, 0, False), (2, 5, False), (2, 5, True)])
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])

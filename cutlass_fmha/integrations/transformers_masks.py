@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers.masking_utils
 from torch import Tensor
+from torch.nn import functional
 from transformers.utils.import_utils import is_tracing
 
 from cutlass_fmha.integrations.padding import SAID, Said, packing, padding
@@ -117,6 +118,9 @@ def flash_mask(
         arguments["window"] = (says.reach, says.reach)
     tokens = None
     if attention_mask is not None:
+        if attention_mask.shape[1] == seen < kv_offset + seen:
+            # One that this function made: ``generate`` has it made once, and a model without a dict of masks again.
+            attention_mask = functional.pad(attention_mask, (kv_offset, 0))
         tokens = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         tokens = tokens[:, kv_offset : kv_offset + seen]
         arguments |= padding(tokens, q_length, says.causal or "window" in arguments)

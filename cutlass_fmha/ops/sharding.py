@@ -123,24 +123,26 @@ def _attend(given: Mapping[str, Any], found: Sequence[Tensor], shards: _Shards) 
     )
 
 
-def _attend_backward(given: Mapping[str, Any], found: Sequence[Tensor], shards: _Shards) -> tuple[DTensor, ...]:
-    """The results of ``attend_backward``: those that nobody wants are empty."""
+def _attend_backward(given: Mapping[str, Any], found: Sequence[Tensor], shards: _Shards) -> tuple[Tensor, ...]:
+    """The results of ``attend_backward``: those that nobody wants are empty, and one of a tensor that is no DTensor is
+    none either."""
     names = ("query", "key", "value", "bias", "sinks")
     wanted = given.get("wanted", (True, True, True, False, False))
     nothing = [Replicate()] * shards.mesh.ndim
 
-    def whole(name: str, local: Tensor, want: bool) -> DTensor:
+    def whole(name: str, local: Tensor, want: bool) -> Tensor:
         if not want or given.get(name) is None:
             return shards.whole(local, local.shape, nothing)
         shape = given[name].shape
-        return shards.whole(local, shape, shards.of_gradient(name, shape))
+        gradient = shards.whole(local, shape, shards.of_gradient(name, shape))
+        return gradient if isinstance(given[name], DTensor) else gradient.full_tensor()
 
     return tuple(map(whole, names, found, wanted))
 
 
 def _rule(
     results: Any, cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-) -> tuple[DTensor, ...]:
+) -> tuple[Tensor, ...]:
     names = [each.name for each in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
     with torch.no_grad():
@@ -148,7 +150,7 @@ def _rule(
         local = {name: shards.local(name, value) for name, value in given.items()}
         split = len(args)
         found = func(*[local[name] for name in names[:split]], **{n: local[n] for n in kwargs or {}})
-        wrapped: tuple[DTensor, ...] = results(given, found, shards)
+        wrapped: tuple[Tensor, ...] = results(given, found, shards)
         return wrapped
 
 

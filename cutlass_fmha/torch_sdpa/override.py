@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,6 +77,13 @@ class _Kernels:
                 setattr(self._jagged, private_torch.OF_JAGGED, self._of_jagged)
 
 
+@dataclasses.dataclass(eq=False)
+class _Block:
+    """An open ``with sdpa():``, which may end before one that began later, in another thread."""
+
+    before: tuple[str, ...]  # what is enabled after it
+
+
 class Override:
     """torch's scaled_dot_product_attention by this package, for the whole process.
 
@@ -91,6 +99,7 @@ class Override:
         self._kernels: _Kernels | None = None
         self._wanted: tuple[str, ...] = ("cuda",)  # of who activates by the registry's name
         self._before: str | None = None  # the flash implementation that another package had activated
+        self._blocks: list[_Block] = []
         if _HAS_REGISTRY:
             attention.register_flash_attention_impl(NAME, register_fn=self._take_over)
 
@@ -155,16 +164,23 @@ class Override:
 
     @contextlib.contextmanager
     def __call__(self, device_types: Sequence[str] = ("cuda",)) -> Iterator[Override]:
-        """``enable`` for a block; after it, all is as before, also inside another block."""
-        before = self.enabled
-        self.enable(device_types)
+        """``enable`` for a block; after it, all is as before, also inside another block, or beside another thread's."""
+        with self._lock:
+            block = _Block(self.enabled)
+            self.enable(device_types)
+            self._blocks.append(block)
         try:
             yield self
         finally:
-            if before:
-                self.enable(before)
-            else:
-                self.disable()
+            with self._lock:
+                place = self._blocks.index(block)
+                del self._blocks[place]
+                if place < len(self._blocks):  # a later one is still open, and will leave what this one found
+                    self._blocks[place].before = block.before
+                elif block.before:
+                    self.enable(block.before)
+                else:
+                    self.disable()
 
     def _take_over(self) -> _Kernels:
         self._leave()
