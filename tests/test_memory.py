@@ -168,6 +168,19 @@ def test_the_plan_is_what_is_allocated_and_a_workspace_of_its_size_all_that_is_t
         call(given, said, **to)
 
 
+@pytest.mark.parametrize("name", ["LSE", "split keys", "packed", "gradients of float32"])
+def test_a_workspace_suffices_for_queries_that_begin_anywhere_and_for_the_gradient_of_a_sum(
+    name: str, kernels_do_nothing: None
+):
+    given, said = inputs(name)
+    q = given["q"]
+    given["q"] = q.new_zeros(q.numel() + 1)[1:].view(q.shape).requires_grad_(q.requires_grad)
+    with Workspace(memory_plan(**given, **said, device="l4").workspace, "cpu"):
+        found = attention(**given, **said)
+        if q.requires_grad:
+            sum(x.sum() for x in (found if isinstance(found, tuple) else [found])).backward()
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", CASES)

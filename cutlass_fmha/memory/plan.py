@@ -202,7 +202,14 @@ def memory_plan(
 
 
 def _meta(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
+    """Where x begins between multiples of 16 bytes, which decides what is copied."""
+    try:
+        odd = x.data_ptr() % FULL_ALIGNMENT // x.element_size()
+    except RuntimeError:  # a fake tensor lies nowhere
+        odd = 0
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    memory = torch.empty(odd + max(0, elements), dtype=x.dtype, device="meta")
+    return memory.as_strided(x.shape, x.stride(), odd).requires_grad_(x.requires_grad)
 
 
 def _size(x: Tensor) -> int:

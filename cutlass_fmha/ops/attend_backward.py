@@ -228,7 +228,9 @@ class _Attend(dispatcher.Differentiable):
         found: dict[str, Tensor] = {}
         if dout is not None or dlse is not None:
             said = {**ctx.said, **dict(zip(ctx.names, given, strict=True))}
-            dout = torch.zeros_like(out) if dout is None else dout
+            # Not from the workspace, whose size is known before what the gradients of a loss look like.
+            dout = torch.zeros_like(out) if dout is None else dispatcher.rows_of_gradient(dout)
+            dlse = None if dlse is None else dlse.contiguous()
             wanted = [needs.get(name, False) for name in DIFFERENTIABLE]
             with workspace.inside(ctx.workspace):
                 given = (dout, query, key, value, out, lse, dlse, ctx.scale, ctx.causal)
