@@ -104,11 +104,19 @@ def test_a_gradient_that_nobody_wants_is_empty_and_one_of_the_output_lies_anywhe
         assert all(map(torch.equal, found, expected))
 
 
-def test_without_heads_of_queries_all_gradients_are_0():
+@pytest.mark.usefixtures("two_routes")
+def test_without_heads_of_queries_all_gradients_are_0(monkeypatch: pytest.MonkeyPatch):
     q, k, v = tensors()
     bias = drawn(7, 9).requires_grad_()
     out = attention(q[:, :, :0], k, v, bias=bias)
     assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v, bias)))
+    monkeypatch.setattr(launch.devices, "simulated", lambda built: H200)  # whose kernels write nothing
+    monkeypatch.setattr(_C, "run", lambda *launched: None)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **said: torch.full_like(x, torch.nan, **said))
+    q, k, bias = (torch.zeros(shape).half() for shape in ((1, 4, 0, 64), (1, 6, 2, 64), (1, 0, 4, 6)))
+    given = (q, torch.zeros(1, 0, 4), None, 1.0, "none", {"bias": bias})
+    found = launch.launch(q, (q, k, k), *given, (True, True, True, True, False))
+    assert all((x == 0).all() for x in found) and found[1].shape == k.shape and found[3].dtype == bias.dtype
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, Any]) -> None:
@@ -172,11 +180,15 @@ def test_a_row_is_asked_for_while_sizes_are_symbols(monkeypatch: pytest.MonkeyPa
     assert launch.refusal(Problem(*sizes, 4, 2, 8, "float16", "bottom-right"), 0) == "" and not shapes.guards
     assert launch.refusal(Problem(2, 100, 100, 4, 4, fits, "float16"), 0) == ""
     assert "made for head dims up to" in launch.refusal(Problem(2, 100, 100, 4, 4, does_not, "float16"), 0)
+    for choose in (gradients.choose, None):  # that nothing refuses numbers is found once
+        monkeypatch.setattr(gradients, "choose", choose)
+        assert launch.refusal(Problem(2, 101, 99, 4, 4, 64, "float16"), 0) == ""
 
 
 @pytest.mark.usefixtures("four_rows")
 def test_explain_says_which_row_computes_gradients_and_why_not_the_others():
-    found = cutlass_fmha.explain(shape=(1, 64, 4, 40), dtype="float16", device=L4, backward=True)
+    unaligned = {"shape": (1, 64, 4, 40), "dtype": "float16", "alignment": 2}  # which a launch copies
+    found = cutlass_fmha.explain(**unaligned, device=L4, backward=True)
     assert found.winner == "bwd_sm89_d64" and "of the least head dim" in found.note
     assert [x.row.name for x in found.rows if x.eligible] == ["bwd_sm89_d64", "bwd_sm89_d128"]
     refused = cutlass_fmha.explain(shape=(1, 64, 4, 64), dtype="float16", device=L4, backward=True, deterministic=True)

@@ -80,6 +80,12 @@ def test_calls_rotate_through_inputs_that_exceed_the_cache_and_a_hopeless_row_is
     gpu.law = lambda row, problem: 1500.0 if len(gpu.launches) > 14 else 1200.0
     (hot,) = timing.RowTimer(0, [large]).time(large, rows[:1]).values()
     assert hot.min_us == pytest.approx(1500) and timing.MAX_ROUNDS < hot.rounds < timing.HOT_ROUNDS
+    # V and O have room for a head dim of their own.
+    wide, size = Problem(2, 1024, 1024, 8, 8, 64, "float16", head_dim_v=128), 2 * 2 * 1024 * 8 * 128
+    timer = timing.RowTimer(0, [wide])
+    timer.time(wide, [row for row in BUILD.rows if row.takes_features and row.head_dim == 128][:1])
+    values, last = timer.pools["float16"].values, max(p[2] for _, timed, p in gpu.launches if timed == wide)
+    assert last + size <= values.data_ptr() + values.nbytes and timer.output.nbytes >= size
 
 
 def test_timings_survive_their_file_and_a_damaged_one_gets_a_sentence(monkeypatch, tmp_path):

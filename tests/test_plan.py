@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from launches import compare, outputs
 from listed_problems import GROUPS
 from problems import Problem, fitted, problems
-from tensors import qkv
+from tensors import ints, qkv
 from torch import Tensor
 
 import cutlass_fmha
@@ -199,6 +199,18 @@ def test_empty_problems_launch_nothing_and_empty_tensors_have_no_address(kernels
         out, lse = attend(tensors(Problem(5, 0, **fields)))
         assert (out == 0).all() and lse is not None and (lse == -torch.inf).all()
         assert kernels.last.bias == kernels.last.mask == kernels.last.page_table == 0
+    # A table may name pages of which there is none, and a mask be as large as no packed sequence is.
+    table = {"page_table": ints(0, 0).view(2, 1), "seqused_k": ints(0, 0)}
+    longest = {"max_seqlen_q": 5, "max_seqlen_k": 5, "mask": torch.ones(5, 5, dtype=torch.bool)}
+    calls = [((2, 1, 4, 64), (0, 16, 2, 64), table)]
+    for n, m in ((5, 0), (0, 5)):
+        lengths = {"cu_seqlens_q": ints(0, 0, n), "cu_seqlens_k": ints(0, 0, m)}
+        calls.append(((n, 4, 64), (m, 2, 64), {**lengths, **longest}))
+    for shape_q, shape_k, said in calls:
+        q, k = torch.zeros(shape_q).half(), torch.zeros(shape_k).half()
+        kernels.launches.clear()
+        out, lse = attend(Call(q, k, k, None, "none", said, False))
+        assert (out == 0).all() and (lse == -torch.inf).all() and len(kernels.launches) == (len(q) > 0)
 
 
 DECODING = {"seqlen_q": 1, "seqlen_k": 3000, "num_heads": 8, "used_k": True}

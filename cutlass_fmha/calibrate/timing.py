@@ -75,20 +75,25 @@ class Pool:
 
     def addresses(self, problem: Problem, sets: int) -> list[tuple[int, int, int]]:
         """Q, K and V of each set, contiguous as [batch, seqlen, num_heads, head_dim], one after another."""
-        q, kv = _elements(problem)
+        q, k, v, _ = _elements(problem)
         size = self.values.element_size()
         found = []
-        for first in range(0, sets * (q + 2 * kv), q + 2 * kv):
+        for first in range(0, sets * (q + k + v), q + k + v):
             begin = self.values.data_ptr() + first * size
-            found.append((begin, begin + q * size, begin + (q + kv) * size))
+            found.append((begin, begin + q * size, begin + (q + k) * size))
         return found
 
 
-def _elements(problem: Problem) -> tuple[int, int]:
-    """Elements of Q and of K, rounded up to 16 bytes."""
-    q = problem.batch * problem.seqlen_q * problem.num_heads * problem.head_dim
-    kv = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.head_dim
-    return -(-q // GUARD_ELEMENTS) * GUARD_ELEMENTS, -(-kv // GUARD_ELEMENTS) * GUARD_ELEMENTS
+def _elements(problem: Problem) -> tuple[int, int, int, int]:
+    """Elements of Q, K, V and O, rounded up to 16 bytes."""
+    queries = problem.batch * problem.seqlen_q * problem.num_heads
+    keys = problem.batch * problem.seqlen_k * problem.num_heads_kv
+
+    def whole(elements: int) -> int:
+        return -(-elements // GUARD_ELEMENTS) * GUARD_ELEMENTS
+
+    dim, dim_v = problem.head_dim, problem.value_dim
+    return whole(queries * dim), whole(keys * dim), whole(keys * dim_v), whole(queries * dim_v)
 
 
 Launch = Callable[[int], None]
@@ -105,10 +110,10 @@ class RowTimer:
         elements: dict[str, int] = {}
         outputs = MIN_ELEMENTS
         for problem in problems:
-            q, kv = _elements(problem)
-            needed = (q + 2 * kv) * input_sets(problem, self.l2_bytes)
+            q, k, v, o = _elements(problem)
+            needed = (q + k + v) * input_sets(problem, self.l2_bytes)
             elements[problem.dtype] = max(elements.get(problem.dtype, MIN_ELEMENTS), needed)
-            outputs = max(outputs, q)
+            outputs = max(outputs, o)
         self.pools = {dtype: Pool(dtype, count, self.device) for dtype, count in elements.items()}
         self.output = torch.empty(outputs, dtype=torch.float16, device=self.device)
         self.stream = torch.cuda.Stream(self.device)

@@ -206,8 +206,9 @@ def explain(
         if most is not None:
             integer("deterministic_workspace", most)
         check_numbers(NO_FEATURES._replace(deterministic_workspace=most))
-        found = explain_gradients(problem, resolve(device), row, deterministic, most)
-        return replace(found, all_rows=all_rows)
+        aligned = replace(problem, alignment=FULL_ALIGNMENT)  # a launch copies what is not
+        found = explain_gradients(aligned, resolve(device), row, deterministic, most)
+        return replace(found, problem=problem, all_rows=all_rows)
     found = replace(explain_problem(problem, resolve(device), row), all_rows=all_rows)
     return with_times(found, cuda_index(device)) if measure else found
 

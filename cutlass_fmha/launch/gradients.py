@@ -34,6 +34,7 @@ class Plan(NamedTuple):
     params: _C.AttentionParams  # complete but for addresses, the scale and strides, and never written to
     workspace: int  # floats
     addresses: tuple[tuple[str, str], ...]
+    zeros: bool  # not all of the gradients of q, k and v is written
     bias_stride: tuple[int, int, int, int]  # of its gradient, which is contiguous
     ordered: bool
     heads: int  # of keys whose dS is in memory at a time
@@ -71,14 +72,13 @@ def launch(
         lse = lse if lse.is_contiguous() else scratch.copy(lse)
         if dlse is not None and not (dlse.dtype == torch.float32 and dlse.is_contiguous()):
             dlse = scratch.copy(dlse, torch.float32)
-        # Rows that are no sequence's, or are not in use, are not written.
-        new = torch.zeros_like if plan.addresses else torch.empty_like
+        new = torch.zeros_like if plan.zeros else torch.empty_like
         found = [
             q.new_empty(0)
             if not need
             else new(x, memory_format=torch.contiguous_format)
             if to is None
-            else _room(x, to, scratch, bool(plan.addresses))
+            else _room(x, to, scratch, plan.zeros)
             for x, need, to in zip((q, k, v), wanted[:3], into[:3], strict=True)
         ]
         # Added to, or of heads without queries.
@@ -113,8 +113,8 @@ def launch(
         dq, dk, dv = (
             x if x.dim() == 1 or x.shape[-1] == dim else x[..., :dim] for x, dim in zip(found, head_dims, strict=True)
         )
-        if bias.numel():
-            bias = bias.to(said["bias"].dtype) if into[3] is None else bias
+        if wanted[3] and "bias" in said and into[3] is None:
+            bias = bias.to(said["bias"].dtype)
         results = (dq, dk, dv, bias, sinks)
         for x, to in zip(results, into, strict=True):
             if to is not None and x.numel() and x.data_ptr() != to.data_ptr():
@@ -191,11 +191,14 @@ def _prepare(
     params.ordered, params.dsinks = sums and features.deterministic and row.scored, 4 * wanted[4]
     floats = params.workspace_floats(row.tile_m, row.tile_n, row.head_dim * sums)
     plan = params_of(call.sizes, call.features, call.causal, call.strides)
+    addresses = addresses_of(features) if said else ()
     return Plan(
         row.index,
         plan,
         floats,
-        addresses_of(features) if said else (),
+        addresses,
+        # Rows that are no sequence's, or are not in use, are not written; without a head of queries, none is.
+        bool(addresses) or 0 in (call.sizes.batch, call.sizes.num_heads),
         bias,
         params.ordered,
         route.heads,

@@ -47,7 +47,9 @@ def params_of(
     p = _C.AttentionParams()
     p.q_stride, p.k_stride, p.v_stride = strides
     p.o_stride = _out_strides(sizes)
-    p.batch, p.seqlen_q, p.seqlen_k = sizes.batch, sizes.seqlen_q, sizes.seqlen_k
+    # Packed rows and pages of which there is none have no address, however long a sequence may be.
+    p.batch, p.seqlen_q = sizes.batch, 0 if sizes.total_q == 0 else sizes.seqlen_q
+    p.seqlen_k = sizes.seqlen_k if sizes.entries_k and sizes.rows_k else 0
     p.entries_k, p.rows_k = sizes.entries_k, sizes.rows_k
     p.num_heads, p.num_heads_kv = sizes.num_heads, sizes.num_heads_kv
     p.head_dim, p.head_dim_v = sizes.head_dim, sizes.head_dim_v

@@ -238,10 +238,12 @@ def kept(op: str, arguments: Sequence[Any], prepare: Callable[[], T]) -> T:
 
 def kept_by(key: Any, prepare: Callable[[], T]) -> T:
     """The same where the key is ``metadata`` that a caller chose."""
-    found: T | None = _plans.get(key) or _plans.revive(key)
-    if found is None:
-        found = prepare()
-        _plans.put(key, found)
+    found: T | None = _plans.get(key)
+    if found is None:  # an empty string is kept, too
+        found = _plans.revive(key)
+        if found is None:
+            found = prepare()
+            _plans.put(key, found)
     return found
 
 
@@ -358,7 +360,7 @@ def prepare(
         prepared.room,
         addresses,
     )
-    if 0 in (sizes.batch, sizes.seqlen_q, sizes.num_heads):
+    if 0 in (sizes.batch, sizes.seqlen_q, sizes.num_heads, sizes.total_q):
         plan = plan._replace(launch=partial(_nothing, plan))
     return plan
 
