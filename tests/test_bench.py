@@ -231,6 +231,8 @@ def test_the_report_has_ratios_rates_means_refusals_and_the_machine() -> None:
     for size, name in enumerate(("ours", "flash"), 1):
         result["cases"][0]["results"][name]["peak_bytes"] = size * 2**20
     result["cases"][0]["results"]["ours"]["planned_bytes"] = 2**19
+    result["cases"][0]["results"]["flash"]["error_ratio"] = math.nan
+    assert "not exact, errors up to inf of the tolerance" in report.markdown(result)
     assert "| B1 H8 S256 D64 fp16 | 0.50 | 1.00 | 2.00 |" in report.markdown(result)
 
 
@@ -284,6 +286,7 @@ def test_what_fails_is_one_sentence(tmp_path, monkeypatch, capsys):
         ("", 1, "bench: a GPU is timed"),
         ("--against {0}", 1, "bench: {0} holds no package cutlass_fmha\n"),
         ("--from-json {0}/wrong", 1, "wrong result: B2 H4/2 S48 D32 fp16 causal"),
+        ("--from-json {0}/wrong --compare {0}/wrong", 1, "wrong result: B2 H4/2 S48 D32 fp16 causal"),
         ("--from-json {0}/whole --compare {0}/l4", 1, "of NVIDIA L4 and of NVIDIA H200 say"),
         ("--from-json {0}/whole {0}/other", 1, "results of two GPUs or builds"),
         ("--from-json {0}/no-json", 1, "not JSON"),
@@ -321,6 +324,7 @@ def test_what_is_slower_than_noise_or_does_not_run_fails(tmp_path, capsys):
     for factors, said in (
         ([1.04, 0.9], None),  # within the band
         ([1, 1.06], "takes 1.060 of its time"),
+        ([math.nan], "takes nan of its time"),
         ([1.04] * len(CASES), "all cases take 1.040 of their time on average"),
         ([], "no longer runs: why"),
         ([], "is missing"),
@@ -337,7 +341,8 @@ def test_what_is_slower_than_noise_or_does_not_run_fails(tmp_path, capsys):
         asked = ["--from-json", str(now), "--compare", str(before)]
         assert bench.main(asked) == (said is not None)
         assert (said or "nothing is slower") in capsys.readouterr().out
-        assert bench.main([*asked, "--band", "50"]) == (not factors)
+        assert bench.main([*asked, "--band", "50"]) == (not factors or math.nan in factors)
+        assert 1.04 not in factors or bench.main([*asked, "--preset", ran[0]["name"]]) == 0  # a mean of one
         there = [case["name"] for case in result["cases"]]  # what is missing is not asked for
         assert bench.main([*asked, "--preset", *there]) == (said not in (None, "is missing"))
 

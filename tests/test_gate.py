@@ -114,6 +114,7 @@ def test_a_long_run_counts_what_it_drew(kernels: FakeKernels, tmp_path):
     (status, content), (_, again) = (reports(tmp_path, ["--problems", "60", "--seed", "3"]) for _ in range(2))
     assert status == 0 and content["passed"] and content["problems"] == 60 == sum(content["rows"].values())
     assert set(content["rows"]) == {row.name for row in ROWS}
+    assert parity_run.main(["--problems", "1", "--processes", "3", "--longest", "60", "--rows", ROW.name]) == 0
     assert content["features"]["splits"] > 5 and 0 < content["worst_ratio"] <= 1
     assert "CUTLASS_FMHA_SIMULATOR_SEED" not in os.environ  # which whoever runs next would get
     assert (again["features"], again["rows"]) == (content["features"], content["rows"])
@@ -164,7 +165,7 @@ def test_a_fault_beside_attention_ends_a_run(kernels: FakeKernels, monkeypatch, 
     assert parity_run.main(line[2:]) == 0
 
 
-def test_a_run_that_its_time_ends_has_not_passed(kernels: FakeKernels, monkeypatch, tmp_path, capsys):
+def test_a_run_that_its_time_or_a_death_ends_has_not_passed(kernels: FakeKernels, monkeypatch, tmp_path, capsys):
     now = itertools.count(0.0, 0.5)
     clock = SimpleNamespace(time=lambda: next(now), perf_counter=lambda: 0.0)
     monkeypatch.setattr(parity_run, "time", clock)
@@ -175,6 +176,9 @@ def test_a_run_that_its_time_ends_has_not_passed(kernels: FakeKernels, monkeypat
     monkeypatch.setattr(parity_run, "rows_named", lambda *_: ROWS)
     reports(tmp_path, ["--gradients", "--seconds", "0"])
     assert len(list(tmp_path.glob("*.json"))) == 2  # neither report takes the other's place
+    monkeypatch.setattr(torch, "set_num_threads", os._exit)  # what each process begins with
+    assert parity_run.main(["--problems", "2", "--processes", "2"]) == 1
+    assert "a process died" in capsys.readouterr().err
 
 
 def test_a_report_names_the_problem_whose_error_is_no_number():
@@ -186,11 +190,14 @@ def test_a_report_names_the_problem_whose_error_is_no_number():
     assert (report.rows["row"].worst_problem, report.rows["row"].out_ratio) == ("wrong by nan", math.inf)
 
 
-def test_a_machine_that_can_run_nothing_says_so(monkeypatch, capsys):
+def test_a_machine_that_can_run_nothing_says_so(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(gpu, "unusable", lambda: "there is no GPU")
     assert parity_run.main([]) == 2
     assert capsys.readouterr().err == "parity_run: there is no GPU\n"
     monkeypatch.setattr(gpu, "unusable", lambda: None)
+    monkeypatch.setattr(gpu, "other_sources", lambda: "built from others")
+    assert parity_run.main(["--report", str(tmp_path)]) == 2 and not [*tmp_path.iterdir()]
+    assert "built from others" in capsys.readouterr().err
     monkeypatch.setattr(gpu, "scored_rows", list)
     assert parity_run.main(["--rows", "d7"]) == 2
     assert "no scored row under test has 'd7' in its name" in capsys.readouterr().err

@@ -67,6 +67,7 @@ def reasons(row: _C.Row, asked: Problem) -> list[str]:
 
 
 UNKNOWN = ("prefix", "block_mask", "softcap", "alibi", "sinks", "dropout", "pages", "splits")
+FLOAT32_BIAS = {"features": ("bias",), "score_runs": None}
 MULTIPLES = "takes block masks of blocks that are multiples of 64 x 64, and these are 64 x 32"
 LEFT, ABOVE_256 = {"window": (9, 0)}, "for float32 and for head dims above 256, which no other row takes"
 
@@ -90,6 +91,7 @@ def test_what_a_row_does_not_take_is_a_reason():
         *((of_64, problem(features=(name,)), f"has no {FEATURES[name]}") for name in UNKNOWN),
         (of_512, problem(features=tuple(FEATURES), num_splits=3, block_mask=(64, 128), **LEFT), ""),
         (of_512, problem("bfloat16", 8, head_dim_v=512, features=("pages",), alignment=2, page_size=16), ""),
+        (of_any, problem("bfloat16", 320, **FLOAT32_BIAS), "adds a bias of its own dtype bfloat16, and this one "),
         (of_512, problem("bfloat16", 256), ABOVE_256),
         (of_512, problem("bfloat16", 513), "made for head dims up to 512, and the tensors have 513"),
         (of_512, problem(features=("block_mask",), block_mask=(64, 32)), MULTIPLES),
@@ -122,6 +124,7 @@ def test_they_are_taken_for_what_the_others_lack_and_to_split_keys(dtype: str):
         (replace(prefill, features=("softcap",)), "wide_scored", 1),
         (replace(decode, features=("pages", "lengths"), page_size=16), "wide_scored", 9),
         (decode, "wide_scored", 9),
+        (replace(prefill, **FLOAT32_BIAS), "wide" if dtype == "float32" else "wide_scored", 1),
     ):
         row = choose(asked, device, table=tables.this_build())
         assert (row.family, min(9, blocks.split_keys(row, asked, device))) == (family, splits)
@@ -189,6 +192,9 @@ def test_rows_of_fmas_take_any_alignment_but_that_of_a_bias(kernels: FakeKernels
     assert p.bias == bias.data_ptr() and p.bias_stride == (0, 8, 0, 1)
     launch(row_of(), q, k, k, bias=torch.randn(33)[1:].view(1, 4, 1, 8))
     assert kernels.last.bias % 16 == 0
+    said = {"mask": torch.arange(8) < 5, "bias": torch.tensor([0.0] * 5 + [torch.inf, torch.nan, 1.0])}
+    out, lse = launch(row_of(), q, k, k, **said)  # whatever is added to a hidden key
+    oracle_features.compare(out, lse, q, k[:, :5], k[:, :5], 0.5).check()
 
 
 def test_what_is_not_aligned_is_copied_and_told(kernels: FakeKernels, caplog: pytest.LogCaptureFixture):

@@ -26,6 +26,7 @@ import traceback
 import unittest
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -99,7 +100,9 @@ def main(argv: list[str] | None = None) -> int:
     named = [] if asked.beside else rows_named(asked.rows, asked.gradients)
     rows = [*ops_beside(asked.rows)] if asked.beside else [row.name for row in named]
     asked.wanted = asked.problems * (len(rows) if asked.beside else 1)
-    if (reason := gpu.unusable()) is not None or not (rows or asked.problem):
+    may_differ = not asked.report or gpu.simulated()  # a simulator's report says what it was built from
+    reason = gpu.unusable() or (None if may_differ else gpu.other_sources())
+    if reason is not None or not (rows or asked.problem):
         print(f"parity_run: {reason or f'no {kind} under test has {asked.rows!r} in its name'}", file=sys.stderr)
         return 2
     if asked.problem:  # of a line that a run printed
@@ -130,15 +133,19 @@ def rows_named(expression: str, gradients: bool) -> list[Any]:
 
 def run(asked: argparse.Namespace) -> Tally:
     end = math.inf if asked.seconds is None else time.time() + asked.seconds
-    shares = (len(range(n, asked.problems, asked.processes)) for n in range(asked.processes))
+    shares = filter(None, (len(range(n, asked.problems, asked.processes)) for n in range(asked.processes)))
     jobs = [(asked, share, asked.seed + n * 1_000_003, end) for n, share in enumerate(shares)]
     if len(jobs) == 1:
         return draw(jobs[0])
     total = Tally()
-    with multiprocessing.get_context("spawn").Pool(len(jobs), torch.set_num_threads, (1,)) as pool:
-        for tally in pool.imap_unordered(draw, jobs):
-            total.add(tally)
-            print(f"{len(total.ran)} of {asked.wanted} problems", flush=True)
+    spawn = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(len(jobs), spawn, torch.set_num_threads, (1,)) as pool:
+        try:
+            for done in futures.as_completed([pool.submit(draw, job) for job in jobs]):
+                total.add(done.result())
+                print(f"{len(total.ran)} of {asked.wanted} problems", flush=True)
+        except futures.BrokenExecutor:  # the others are ended, too
+            total.fail(total.failure or "parity_run: a process died, and what it ran is not known")
     return total
 
 

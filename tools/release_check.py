@@ -62,8 +62,9 @@ def machine_code_complaints(report: dict[str, Any], current: str) -> list[str]:
     """The same of tools/resources.py's report."""
     found, file, of = resources.report_complaints(report), resources.REPORT.name, report["source_hash"]
     recorded = {name for name, row in report["rows"].items() if "warps" in row["config"]}
-    if recorded ^ resources.manifest_rows().keys():
-        found.append(f"{file} is not of the manifest's rows: {resources.UPDATE}")
+    rows = resources.manifest_rows()
+    if recorded ^ rows.keys() or report["rows"].keys() - recorded != resources.helper_names(rows):
+        found.append(f"{file} is not of the manifest's rows and helpers: {resources.UPDATE}")
     if of != current:
         found.append(f"{file} is of other sources (hash {of[:12]}, src/ has {current[:12]}): {resources.UPDATE}")
     return found

@@ -136,6 +136,12 @@ def manifest_rows() -> dict[str, bool]:
     return {name: in_subset == "ON" for name, in_subset in map(str.split, text.splitlines())}
 
 
+def helper_names(rows: dict[str, bool]) -> set[str]:
+    """The kernels beside attention that CMake compiles for the architectures of ``manifest_rows``."""
+    kinds = re.findall(r'^  "(\w+) \w+ ([\w ]+)"\)?$', (ROOT / "cmake" / "Helpers.cmake").read_text(), re.MULTILINE)
+    return {f"{kind}_{arch}_{x}" for kind, xs in kinds for x in xs.split() for arch in {r.split("_")[1] for r in rows}}
+
+
 def record(kernel: Kernel, row: Any) -> dict[str, Any]:
     """A kernel's part of the report: what ``complaints`` asks of it and of its row."""
     opcodes = {name: n for name, n in sorted(kernel.opcodes.items()) if name.partition(".")[0] in JUDGED}

@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--compare",
         type=Path,
         metavar="PATH",
-        help="with --from-json: exit with 1 when anything of ours is slower than in that earlier result",
+        help="with --from-json: exit with 1 when anything of ours is wrong, or slower than in that earlier result",
     )
     parser.add_argument(
         "--band",
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
             if arguments.compare:
                 found = regression.compare(report.read_json(arguments.compare), result, arguments.band, names)
                 output.emit(found, regression.parts(found), arguments.json)
-                return 1 if found["slower"] else 0
+                return 1 if _tell_wrong(result) or found["slower"] else 0
         if arguments.export:
             name, directory = arguments.export
             files, left = export.write(name, chosen, result if arguments.from_json else None, Path(directory))
@@ -148,7 +148,12 @@ def main(argv: list[str] | None = None) -> int:
         output.write_text(report.markdown(result), arguments.markdown)
     if arguments.plot:
         report.plot(result, arguments.plot)
+    return 1 if _tell_wrong(result) else 0
+
+
+def _tell_wrong(result: report.Result) -> bool:
+    """Whether any of our results is wrong, which a line each says."""
     wrong = report.wrong_results(result)
     for line in wrong:
         print(f"bench: wrong result: {line}", file=sys.stderr)
-    return 1 if wrong else 0
+    return bool(wrong)

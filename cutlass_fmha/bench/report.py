@@ -319,7 +319,8 @@ def inexact(result: Result) -> list[str]:
     for case in result["cases"]:
         for name, entry in case["results"].items():
             ratio = float(entry.get("error_ratio", 0.0))
-            if name not in OWN and not ratio <= max(1.0, worst.get(name, 0.0)):
+            ratio = math.inf if math.isnan(ratio) else ratio  # the worst there is
+            if name not in OWN and ratio > max(1.0, worst.get(name, 0.0)):
                 worst[name] = ratio
     return [f"{TITLES[name]}: not exact, errors up to {x:.1f} of the tolerance." for name, x in worst.items()]
 

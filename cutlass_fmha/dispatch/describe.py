@@ -163,8 +163,14 @@ def problem_of(
         num_splits=features.num_splits,
         key_span=key_span,
         mean=mean,
-        score_runs=in_runs(features.mask, sizes, 1) and in_runs(features.bias, sizes, 2),
+        score_runs=_score_runs(features, sizes, dtype),
     )
+
+
+def _score_runs(features: Features, sizes: Sizes, dtype: str) -> bool | None:
+    if features.bias is not None and check.dtype_name(features.bias.dtype) != dtype:
+        return None
+    return in_runs(features.mask, sizes, 1) and in_runs(features.bias, sizes, 2)
 
 
 def in_runs(scores: Tensor | None, sizes: Sizes, element_bytes: int) -> bool:
@@ -210,5 +216,7 @@ def for_one_sequence(problem: Problem, features: Features, k: Tensor) -> Problem
     elif features.max_seqlen_k is not None:
         problem = replace(problem, seqlen_k=k.shape[1])
     else:
+        return problem
+    if not problem.score_runs:
         return problem
     return replace(problem, score_runs=False)  # masks are as wide as the batch's longest sequence

@@ -73,7 +73,8 @@ class Problem:
     ``num_splits``: parts of the keys that the caller asks for. ``key_span``: elements that the keys or values
     of a sequence lie apart at most, 0 where any row's offsets hold them. ``mean``: the average length
     of packed sequences, of queries and of keys; 0 where they are about as long as the longest.
-    ``score_runs``: mask and bias can be read by ``SCORE_RUN`` keys at once, a bias in 16 bits.
+    ``score_runs``: mask and bias can be read by ``SCORE_RUN`` keys at once, a bias in 16 bits; None where they
+    can't, and the bias is of another dtype than q, float32.
     """
 
     batch: int
@@ -93,7 +94,7 @@ class Problem:
     num_splits: int | None = None
     key_span: int = 0
     mean: tuple[int, int] = EVEN
-    score_runs: bool = True
+    score_runs: bool | None = True
 
     def __post_init__(self) -> None:
         if self.head_dim_v == self.head_dim:

@@ -102,8 +102,17 @@ def left_window(row: Row, problem: Problem, device: Device, table: Table) -> str
     return "has no window with a left limit" if problem.window[0] >= 0 else None
 
 
+def _bias_dtype(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    other = problem.score_runs is None and "bias" in problem.features and row.dtype != "float32"
+    return other_bias(row.dtype, "float32") if other else None
+
+
 FIXED_RULES: tuple[Rule, ...] = (made_for_device, _purpose, dtype, _head_dim, shared_memory)
-CALL_RULES: tuple[Rule, ...] = (_offsets, _features, left_window)
+CALL_RULES: tuple[Rule, ...] = (_offsets, _features, left_window, _bias_dtype)
+
+
+def other_bias(own: str, given: str) -> str:
+    return f"adds a bias of its own dtype {own}, and this one is {given}: pass bias.to(torch.{own})"
 
 
 def lacking(problem: Problem) -> tuple[str, ...]:
@@ -356,17 +365,14 @@ def _bias(row: Row, features: Features, sizes: Sizes, dtype: torch.dtype, scratc
     """Bias and mask as one tensor of four dimensions, whose rows of keys are whole vectors."""
     bias, mask = features.bias, features.mask
     if bias is not None and bias.dtype != dtype:
-        own = check.dtype_name(dtype)
-        raise UnsupportedError(
-            f"{row.name} adds a bias of its own dtype {own}, and this one is "
-            f"{check.dtype_name(bias.dtype)}: pass bias.to(torch.{own})"
-        )
-    if mask is not None:
-        hidden = scratch.empty(mask.shape, dtype).fill_(-torch.inf).masked_fill_(mask, 0.0)
-        if bias is not None:
-            shape = torch.broadcast_shapes(bias.shape, mask.shape)
-            hidden = torch.add(bias, hidden, out=scratch.empty(shape, dtype))
-        bias = hidden
+        raise UnsupportedError(f"{row.name} {other_bias(check.dtype_name(dtype), check.dtype_name(bias.dtype))}")
+    if mask is not None and bias is not None:
+        hidden = scratch.empty((1,), dtype).fill_(-torch.inf)
+        shape = torch.broadcast_shapes(bias.shape, mask.shape)
+        # Chosen, not added: a hidden key's bias may be NaN or inf.
+        bias = torch.where(mask, bias, hidden, out=scratch.empty(shape, dtype))
+    elif mask is not None:
+        bias = scratch.empty(mask.shape, dtype).fill_(-torch.inf).masked_fill_(mask, 0.0)
     if bias is None or sizes.seqlen_k == 0:
         return None
     return _whole_vectors(bias[(None,) * (4 - bias.dim())], sizes, scratch)
