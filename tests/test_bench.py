@@ -35,19 +35,16 @@ def test_cases_have_pairs_flop_bytes_and_a_name_that_selects_them():
         diagonal = {"none": None, "top-left": 0, "bottom-right": seqlen_k - seqlen_q}[causal]
         assert visible_pairs(seqlen_q, seqlen_k, diagonal) == int(visible(seqlen_q, seqlen_k, causal).sum())
     case = Case("dense", 2, 16, 16, 8192, 8192, 128, "bfloat16")
-    assert case.flop == 4 * 2 * 16 * 8192 * 8192 * 128
+    assert (case.flop, case.moved_bytes) == (4 * 2 * 16 * 8192 * 8192 * 128, 4 * 2 * 16 * 8192 * 128 * 2)
     packed = replace(case, batch=3, lengths=(5, 1, 7), seqlen_q=7, seqlen_k=7)
     assert (packed.flop, packed.input_bytes) == (4 * 16 * (25 + 1 + 49) * 128, 3 * 13 * 16 * 128 * 2)
     cached = replace(packed, causal=True, seqlen_k=64, used=(5, 9, 8))
     assert cached.visible_pairs == 5 * 6 // 2 + 9 + (8 * 9 // 2 - 1)
     assert replace(case, causal=True, used=(8192, 9000)).visible_pairs == 8192 * (8193 + 808)
     assert replace(case, causal=True).flop == 4 * 2 * 16 * (8192 * 8193 // 2) * 128
-    assert case.moved_bytes == 4 * 2 * 16 * 8192 * 128 * 2
     decode = Case("decode", 8, 32, 8, 1, 8192, 128, "bfloat16")
     assert decode.input_bytes == 2 * (2 * 8 * 8192 * 8 * 128) + 2 * 8 * 32 * 128
-    names = [case.name for case in CASES]
-    assert len(set(names)) == len(names)
-    assert [select_cases([name])[0].name for name in names] == names
+    assert [select_cases([case.name]) for case in CASES] == [[case] for case in CASES]
     assert select_cases(None) == list(CASES)
     assert sum(len(select_cases([group])) for group in GROUPS) == len(CASES)
     of_float32 = lineup.line_up(select_cases(["wide"])[0], SimpleNamespace(), list(contenders.PEERS))
@@ -63,9 +60,7 @@ def test_inputs_rotate_past_the_cache_graphs_visit_all_sets_and_times_are_summar
         assert sets <= calls <= timing.MAX_CALLS_PER_GRAPH and calls % sets == 0
         count = timing.replays(calls * call_us, budget_s=0.4)
         assert 15 <= count <= 400 and count % timing.ROUNDS == 0
-    summary = timing.summarise([float(value) for value in range(1, 12)], calls_per_sample=3)
-    assert (summary.p50_us, summary.p90_us, summary.min_us) == (6.0, 10.0, 1.0)
-    assert (summary.samples, summary.calls_per_sample) == (11, 3)
+    assert timing.summarise([*map(float, range(1, 12))], 3) == timing.Timing(6.0, 10.0, 1.0, 11, 3)
     assert timing.summarise([4.0, 1.0, 3.0, 2.0], 1).p50_us == 2.5
 
 
@@ -107,8 +102,8 @@ class FakeTimer:
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runner on the CPU: everything but the clock, the graphs and the choice of SDPA's kernel is real."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=2**16))
+    """The runner on the CPU: real but for the clock, graphs, SDPA's kernel and an L2 cache that asks for two sets."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=2**17))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(runner, "GraphTimer", FakeTimer)
     monkeypatch.setattr(runner.memory, "peak", lambda call: 4096)
@@ -119,17 +114,11 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_gpu")
-@pytest.mark.parametrize(
-    ("case", "others"),
-    [
-        (SMALL, ["flash"]),
-        (replace(DECODE, seqlen_k=256), ["paged", "flash", "copy"]),
-        (PACKED, []),
-        (replace(PACKED, causal=True), []),
-        (replace(PACKED, group="paged", causal=True, seqlen_k=256, used=(60, 256, 41)), list(contenders.PAGES)),
-        (replace(SMALL, group="ranges", used=(40, 30)), ["plain"]),
-    ],
-)
+@pytest.mark.parametrize(("case", "others"), [
+    (SMALL, ["flash"]), (replace(DECODE, seqlen_k=256), ["paged", "flash", "copy"]),
+    (PACKED, []), (replace(PACKED, causal=True), []), (replace(SMALL, group="ranges", used=(40, 30)), ["plain"]),
+    (replace(PACKED, group="paged", causal=True, seqlen_k=256, used=(60, 256, 41)), list(contenders.PAGES)),
+])  # fmt: skip
 def test_a_case_is_measured_and_checked(case: Case, others: list[str]) -> None:
     results: Any = runner.measure_case(case, ["flash"], None, 0.1, 0)["results"]
     if case.lengths:
@@ -143,12 +132,11 @@ def test_a_case_is_measured_and_checked(case: Case, others: list[str]) -> None:
     expected |= {"planned_bytes": 3072, "tflops": round(case.flop / 10e-6 / 1e12, 2)}
     assert expected.items() <= results["ours"].items()
     assert 0.0 < results["ours"]["mean_abs_error"] < results["ours"]["max_abs_error"]
-    inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
+    inputs, _, check = runner.problem(case, 0)
     if "copy" in others:
         assert results["copy"]["tbytes_per_s"] == round(case.moved_bytes / 10e-6 / 1e12, 3)
         assert lineup.copy(case, inputs)(1).numel() * 2 == case.moved_bytes
     if case.featured:
-        check = contenders.ErrorCheck(case, inputs, Feature(case, torch.device("cpu")))
         wrong = lineup.with_feature(Feature(replace(case, causal=not case.causal), torch.device("cpu")), None)
         assert not check(wrong(*inputs[0])).within
 
@@ -161,10 +149,8 @@ def test_a_refusal_is_reported_and_a_failure_surfaces(monkeypatch: pytest.Monkey
     fail(lineup, "ours", UnsupportedError("no row has head_dim 96:\n  fwd_row: ..."))
     fail(lineup, "sdpa", RuntimeError("No available kernel. Aborting execution."))
     results = runner.measure_case(SMALL, ["efficient"], None, 0.1, 0)["results"]
-    assert results == {
-        "ours": {"status": "unsupported", "reason": "no row has head_dim 96"},
-        "efficient": {"status": "unsupported", "reason": "No available kernel. Aborting execution."},
-    }
+    refused = {"ours": "no row has head_dim 96", "efficient": "No available kernel. Aborting execution."}
+    assert results == {name: {"status": "unsupported", "reason": why} for name, why in refused.items()}
     fail(lineup, "ours", RuntimeError("CUDA error: invalid argument"))
     with pytest.raises(RuntimeError, match="invalid argument"):
         runner.measure_case(SMALL, [], None, 0.1, 0)
@@ -289,19 +275,16 @@ def test_what_fails_is_one_sentence(tmp_path, monkeypatch, capsys):
         ("--from-json {0}/wrong --compare {0}/wrong", 1, "wrong result: B2 H4/2 S48 D32 fp16 causal"),
         ("--from-json {0}/whole --compare {0}/l4", 1, "of NVIDIA L4 and of NVIDIA H200 say"),
         ("--from-json {0}/whole {0}/other", 1, "results of two GPUs or builds"),
-        ("--from-json {0}/no-json", 1, "not JSON"),
-        ("--from-json {0}/list", 1, "no benchmark result"),
+        ("--from-json {0}/no-json", 1, "not JSON"), ("--from-json {0}/list", 1, "no benchmark result"),
         ("--from-json {0}/lacking", 1, "lacks cases"),
         ("--plot picture.png", 2, "not installed: pip install matplotlib.\n"),
         ("--plot picture.txt", 2, "--plot writes .png or .svg, and not 'picture.txt'\n"),
         ("--preset x", 2, "unknown preset 'x': take one of latency, dense, decode, wide"),
-        ("--peers flash,x", 2, "unknown"),
-        ("--compare b.json", 2, "name the other with --from-json"),
+        ("--peers flash,x", 2, "unknown"), ("--compare b.json", 2, "name the other with --from-json"),
         ("--row fwd_sm90_x", 2, "'fwd_sm90_x' is not a row of this build"),  # whether there is a GPU or not
-        ("--band -5 --list", 2, "--band must be at least 0, got -5\n"),
-        ("--band nan --list", 2, "--band must be at least 0, got nan\n"),
+        *((f"--band {x} --list", 2, f"--band must be at least 0, got {x}\n") for x in ("-5", "nan")),
         ("--export x {0}", 2, "take one of kernelbench, robust-kbench, flashinfer-bench"),
-    ):
+    ):  # fmt: skip
         try:
             found = bench.main(arguments.format(tmp_path).split())
         except SystemExit as left:
@@ -323,12 +306,10 @@ def test_what_is_slower_than_noise_or_does_not_run_fails(tmp_path, capsys):
     report.write_json(synthetic(), before)
     for factors, said in (
         ([1.04, 0.9], None),  # within the band
-        ([1, 1.06], "takes 1.060 of its time"),
-        ([math.nan], "takes nan of its time"),
         ([1.04] * len(CASES), "all cases take 1.040 of their time on average"),
-        ([], "no longer runs: why"),
-        ([], "is missing"),
-    ):
+        ([1, 1.06], "takes 1.060 of its time"), ([math.nan], "takes nan of its time"),
+        ([], "no longer runs: why"), ([], "is missing"),
+    ):  # fmt: skip
         result = synthetic()
         ran = [case for case in result["cases"] if case["results"]["ours"]["status"] == "ok"]
         for case, factor in zip(ran, factors, strict=False):
@@ -348,9 +329,8 @@ def test_what_is_slower_than_noise_or_does_not_run_fails(tmp_path, capsys):
 
 
 def test_clocks_are_read_from_nvidia_smi_and_gaps_are_none(tmp_path: Path, monkeypatch) -> None:
-    read = machine.parse_smi("580.159.03, 1980, 1980, 3201, 112.43, 700.00, [N/A]\n")
-    names = ("driver", "sm_clock_mhz", "power_w", "temperature_c")
-    assert [read[name] for name in names] == ["580.159.03", 1980.0, 112.43, None]
+    told = {"driver": "580.159.03", "sm_clock_mhz": 1980.0, "power_w": 112.43, "temperature_c": None}
+    assert told.items() <= machine.parse_smi("580.159.03, 1980, 1980, 3201, 112.43, 700.00, [N/A]\n").items()
     assert {*machine.parse_smi("garbage").values(), *machine.parse_smi("").values()} == {None}
     assert machine.commit(tmp_path) is None, "outside of a checkout"
     monkeypatch.setenv(machine.COMMIT, "0123456")
@@ -365,13 +345,11 @@ def small_features(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, name, value, raising=False)
 
 
-@pytest.mark.usefixtures("small_features")
+@pytest.mark.usefixtures("small_features", "fake_gpu")
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_means_to_the_check_what_it_means_to_the_package(name: str) -> None:
     case = replace(CASE, group="features", feature=name)
-    inputs = contenders.make_inputs(case, 1, torch.device("cpu"))
-    feature = Feature(case, torch.device("cpu"))
-    check = contenders.ErrorCheck(case, inputs, feature)
+    inputs, feature, check = runner.problem(case, 0)
     found = lineup.line_up(case, inputs, ["flash", "cudnn", "efficient"], None, feature)
     assert next(iter(found)) == "ours" and len(found) > 1
     if name == "softcap":  # what has no peer is timed beside plain causal attention
@@ -426,8 +404,7 @@ def test_another_build_is_the_package_in_its_directory(tmp_path: Path) -> None:
     (package / "__init__.py").write_text("print('noise')\n__version__ = '0.0.1'\n")
     (package / "_C.py").write_text("def build_info():\n    return {'source_hash': 'abc'}\n")
     with against.Process("other", str(tmp_path), None, 0) as process:
-        described = {"directory": str(package), "package": "0.0.1", "build": {"source_hash": "abc"}}
-        assert process.build == described
+        assert process.build == {"directory": str(package), "package": "0.0.1", "build": {"source_hash": "abc"}}
         with pytest.raises(runner.CannotMeasure, match="build 'other' ended with status 1"):
             process.ask(done=True)
 

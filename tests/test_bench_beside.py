@@ -70,15 +70,9 @@ def test_ops_are_told_beside_torchs(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_run_that_is_cut_leaves_the_cases_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    kept, measure = tmp_path / "found.json", beside.measure
-
-    def cut(name: str, size: int, *said: Any) -> dict[str, Any]:
-        if size == 8192:
-            raise KeyboardInterrupt
-        return measure(name, size, *said)
-
+    kept, case = tmp_path / "found.json", beside.measure("swiglu", 4096, torch.device("cpu"), 0.001)
     asked = ["--ops", "swiglu", "--sizes", "4096", "8192", "--budget", "0.001", "--json", str(kept)]
-    with mock.patch.object(beside, "measure", cut), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(beside, "measure", side_effect=[case, KeyboardInterrupt]), pytest.raises(KeyboardInterrupt):
         beside.main(asked)
     assert json.loads(kept.read_text())["unfinished"] and [*tmp_path.iterdir()] == [kept]
     assert beside.main(["--from-json", str(kept)]) == 0
@@ -126,35 +120,31 @@ def test_kernelbench_s_problem_and_our_solution_agree(tmp_path: Path) -> None:
 def test_robust_kbench_s_task_takes_each_of_its_configs(tmp_path: Path) -> None:
     export.write("robust-kbench", CASES_OF_TWO_KINDS, None, tmp_path)
     shapes = yaml.safe_load((tmp_path / "rbk_config.yaml").read_text())["shapes"]
-    by_name = {case.name: case for case in CASES_OF_TWO_KINDS}
-    found = [by_name[shape["name"]] for shape in shapes]
-    assert found == [SMALL, replace(SMALL, seqlen_q=1), replace(SMALL, causal=True)]
-    for shape in shapes:
+    cases = [SMALL, replace(SMALL, seqlen_q=1), replace(SMALL, causal=True)]
+    assert [shape["name"] for shape in shapes] == [case.name for case in cases]
+    for shape, case in zip(shapes, cases, strict=True):
         task = loaded(tmp_path / shape["task"] / "func_forward.py")
         config = json.loads((tmp_path / shape["task"] / "config_forward.json").read_text())
         said = {name: shape[name] for name in ("batch_size", "seqlen_q", "seqlen_k")}
         assert said in config["multi_input_configs"]
         inputs = task.get_inputs(**said, **config["single_shared_configs"][0])
         output = task.Model(**config["single_init_configs"][0])(*inputs, fn=task.forward_fn)
-        assert is_right(by_name[shape["name"]], output, inputs) and len(task.input_names) == len(inputs)
+        assert is_right(case, output, inputs) and len(task.input_names) == len(inputs)
 
 
 def test_flashinfer_bench_s_reference_and_our_solution_agree(tmp_path: Path) -> None:
     export.write("flashinfer-bench", CASES_OF_TWO_KINDS, None, tmp_path)
     found = 0
     for file in sorted((tmp_path / "workloads").rglob("*.jsonl")):
-        definition, solution = (
-            json.loads((tmp_path / kind / "gqa" / f"{prefix}{file.stem}.json").read_text())
-            for kind, prefix in (("definitions", ""), ("solutions", "cutlass_fmha_"))
-        )
+        paths = f"definitions/gqa/{file.stem}.json", f"solutions/gqa/cutlass_fmha_{file.stem}.json"
+        definition, solution = (json.loads((tmp_path / path).read_text()) for path in paths)
+        fixed = {name: axis["value"] for name, axis in definition["axes"].items() if axis["type"] == "const"}
         spaces: tuple[dict[str, Any], ...] = {}, {}
         for source, space in zip((definition["reference"], solution["sources"][0]["content"]), spaces, strict=True):
             exec(source, space)
         for line in map(json.loads, file.read_text().splitlines()):
             assert line["definition"] == definition["name"] == solution["definition"] and line["workload"]["uuid"]
-            sizes = line["workload"]["axes"] | {
-                name: axis["value"] for name, axis in definition["axes"].items() if axis["type"] == "const"
-            }
+            sizes = line["workload"]["axes"] | fixed
             shapes = ([sizes[axis] for axis in definition["inputs"][name]["shape"]] for name in "qkv")
             inputs = [torch.randn(*shape, dtype=torch.float16) for shape in shapes]
             case = replace(SMALL, seqlen_q=sizes["seqlen_q"], causal="causal" in definition["name"])

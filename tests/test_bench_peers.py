@@ -16,10 +16,15 @@ import cutlass_fmha
 import cutlass_fmha.flash_attn
 from cutlass_fmha.bench import contenders, lineup, peers, report, runner
 from cutlass_fmha.bench.cases import Case
-from cutlass_fmha.bench.features import Feature
 
 VARLEN = replace(PACKED, causal=True)
 EXACT = cutlass_fmha.attention
+#: Package -> what it has besides dense attention: cases, and features.
+ASKED: dict[str, tuple[tuple[Case, ...], str]] = {
+    "flex": ((), "window prefix softcap alibi"), "flash_attn": ((VARLEN, DECODE), "window softcap alibi"),
+    **dict.fromkeys(("fa3", "flashinfer"), ((VARLEN, DECODE), "window softcap")), "fa4": ((VARLEN,), "window softcap"),
+    "cudnn_fe": ((DECODE,), ""), "cudnn_dsl": ((), ""),
+}  # fmt: skip
 
 # What follows has those of their parameters that are asked for: any other word is an error.
 
@@ -102,25 +107,19 @@ class Graph:
 
 
 BUILT: list[int] = []
+FLASH_ATTN = ("flash_attn_func", "flash_attn_varlen_func")
 #: Module -> what of it is called.
 STAND_INS: dict[str, dict[str, Any]] = {
-    "flash_attn": {
-        name: getattr(cutlass_fmha.flash_attn, name)
-        for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_interface")
-    },
-    "flash_attn_interface": {"flash_attn_func": fa3, "flash_attn_varlen_func": fa4_varlen},
-    "flash_attn.cute": {
-        "flash_attn_func": lambda *t, return_lse=False, **said: fa3(*t, return_attn_probs=True, **said),
-        "flash_attn_varlen_func": fa4_varlen,
-    },
+    "flash_attn": {x: getattr(cutlass_fmha.flash_attn, x) for x in (*FLASH_ATTN, "flash_attn_interface")},
+    "flash_attn_interface": dict(zip(FLASH_ATTN, (fa3, fa4_varlen), strict=True)),
+    "flash_attn.cute": {"flash_attn_func": lambda *t, return_lse=False, **said: fa3(*t, return_attn_probs=True, **said),
+                        "flash_attn_varlen_func": fa4_varlen},
     "cudnn": {
         "data_type": SimpleNamespace(HALF="half", BFLOAT16="bf16", FLOAT="float"),
         "heur_mode": SimpleNamespace(A="A", B="B", OPENSOURCE="OPENSOURCE"), "pygraph": Graph,
         "create_handle": lambda: "handle", "set_stream": lambda handle, stream: None,
     },
-    "flashinfer": {
-        "BatchPrefillWithRaggedKVCacheWrapper": Ragged, "BatchDecodeWithPagedKVCacheWrapper": Paged
-    },
+    "flashinfer": {"BatchPrefillWithRaggedKVCacheWrapper": Ragged, "BatchDecodeWithPagedKVCacheWrapper": Paged},
     "sageattention": {"sageattn": sageattn},
 }  # fmt: skip
 
@@ -128,9 +127,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, content in STAND_INS.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__name__=name, **content))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     peers.found.cache_clear()
@@ -139,26 +136,14 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     peers.found.cache_clear()
 
 
-@pytest.mark.usefixtures("small_features", "stand_ins")
-@pytest.mark.parametrize(
-    ("name", "cases", "features"),
-    [
-        ("flex", [], ["window", "prefix", "softcap", "alibi"]),
-        ("flash_attn", [VARLEN, DECODE], ["window", "softcap", "alibi"]),
-        ("fa3", [VARLEN, DECODE], ["window", "softcap"]),
-        ("fa4", [VARLEN], ["window", "softcap"]),
-        ("cudnn_fe", [DECODE], []),
-        ("cudnn_dsl", [], []),
-        ("flashinfer", [VARLEN, DECODE], ["window", "softcap"]),
-    ],
-)
-def test_a_package_is_asked_for_the_same_problem(name: str, cases: list[Case], features: list[str]) -> None:
-    cases = [*cases, *(replace(CASE, group="features", feature=feature) for feature in features)]
-    for case in (CASE, replace(CASE, causal=False), *cases):
-        inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
-        feature = Feature(case, torch.device("cpu")) if case.featured else None
+@pytest.mark.usefixtures("fake_gpu", "small_features", "stand_ins")
+@pytest.mark.parametrize("name", ASKED)
+def test_a_package_is_asked_for_the_same_problem(name: str) -> None:
+    cases, features = ASKED[name]
+    of_features = (replace(CASE, group="features", feature=feature) for feature in features.split())
+    for case in (CASE, replace(CASE, causal=False), *cases, *of_features):
+        inputs, feature, check = runner.problem(case, 0)
         found = lineup.line_up(case, inputs, [name], None, feature)[name]
-        check = contenders.ErrorCheck(case, inputs, feature)
         assert check(found.call(0)).within, case.name
         assert not check(found.call(1)).within, "other inputs"
     assert not name.startswith("cudnn") or set(BUILT) == {7 if name == "cudnn_fe" else 20_505}

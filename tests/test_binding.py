@@ -33,14 +33,10 @@ BEGINS = {"wide": "wide", "wide_scored": "wide", "backward": "bwd", "query_produ
 
 def manifest_begins() -> list[str]:
     """How the names of src/rows.cmake's rows begin, in its order, read independently of CMake."""
-    lines = (ROOT / "src" / "rows.cmake").read_text().splitlines()
-    found = [re.match(r'fmha_(\w+)\("?([^" ]+)"?\s+"?([\w;]+)"?\s', line) for line in lines]
-    return [
-        f"{BEGINS.get(row[1], 'fwd')}_sm{arch}_{dtype}"
-        for row in filter(None, found)
-        for arch in ARCHS_OF.get(row[2], row[2]).split(";")
-        for dtype in row[3].split(";")
-    ]
+    text = (ROOT / "src" / "rows.cmake").read_text()
+    found = re.findall(r'^fmha_(\w+)\("?([^" ]+)"? +"?([\w;]+)"? ', text, re.MULTILINE)
+    rows = [(BEGINS.get(kind, "fwd"), ARCHS_OF.get(of, of).split(";"), dtypes.split(";")) for kind, of, dtypes in found]
+    return [f"{begin}_sm{arch}_{dtype}" for begin, archs, dtypes in rows for arch in archs for dtype in dtypes]
 
 
 def test_the_build_holds_the_manifests_rows_and_says_how_it_was_made():
@@ -124,10 +120,8 @@ UNKNOWN: dict[str, Iterable[str]] = {
     "ranged": ("mask", "block_counts", "splits", "softcap", "alibi_slopes"),
     "score_mod": ("mask", "block_counts", "splits"),
     "masked": ("block_counts", "splits", "softcap", "alibi_slopes"),
-    "wide": (
-        "page_table", "window_left", "prefix_lengths", "mask", "block_counts", "softcap", "alibi_slopes",
-        "sinks", "dropout_threshold", "splits",
-    ),
+    "wide": ("page_table", "window_left", "prefix_lengths", "mask", "block_counts", "softcap", "alibi_slopes",
+             "sinks", "dropout_threshold", "splits"),
 }  # fmt: skip
 READ_ONLY = {"vectors", "device_lengths"}  # are derived
 #: Fields that nobody writes.
@@ -174,9 +168,8 @@ DEFAULTS = {name: getattr(_C.AttentionParams(), name) for name in NAMES}
 def declared_fields() -> set[str]:
     """Of the C++ struct."""
     header = (ROOT / "src" / "features" / "params.h").read_text()
-    struct = re.search(r"struct FeatureParams \{(.*?)\n\};", header, re.DOTALL)
-    assert struct is not None
-    statements = filter(None, (" ".join(part.split()) for part in re.sub(r"//.*", "", struct[1]).split(";")))
+    [struct] = re.findall(r"struct FeatureParams \{(.*?)\n\};", header, re.DOTALL)
+    statements = filter(None, (" ".join(part.split()) for part in re.sub(r"//.*", "", struct).split(";")))
     named = (name for statement in statements for name in statement.split(", "))
     return {name.rpartition(" ")[2].partition("[")[0] for name in named}
 
@@ -223,14 +216,13 @@ def test_a_number_out_of_range_is_a_value_error_with_a_sentence():
         ("window_left", 2**29 + 1, "window_left must be between -1 and 536870912"),
         ("window_right", 2**40, "window_right must be between -1 and 536870912"),
         ("dropout_threshold", 65536, "dropout_threshold must be between 0 and 65535, got 65536"),
-        ("lse_rows", -1, "lse_rows must be between 0 and"),
-        ("q_stride", (-8, 0, 0), "q_stride must be between 0 and"),
+        ("lse_rows", -1, "lse_rows must be between 0 and"), ("q_stride", (-8, 0, 0), "q_stride must be between 0 and"),
         ("scale", float("nan"), "scale must be a finite number of at most 2e38, got nan"),
         ("scale", -3e38, "scale must be a finite number of at most 2e38"),
         ("softcap", -1.0, "softcap must be a finite number from 0 on of at most 2e38"),
         ("dropout_scale", float("inf"), "dropout_scale must be a finite number from 0 on"),
         ("bias_type", "float16", "bias_type must be none, same_as_q or float32, got float16"),
-    ):
+    ):  # fmt: skip
         made = params()
         with pytest.raises(ValueError, match=re.escape(sentence)):
             setattr(made, name, value)
@@ -243,8 +235,7 @@ def test_fields_that_contradict_each_other_are_a_value_error():
         ({"num_heads_kv": 0}, "num_heads (4) must be a multiple of num_heads_kv (0)"),
         ({"pack": 4}, "pack must be 1 or num_heads / num_heads_kv, got 4 with 4 and 2 heads"),
         ({"num_heads": 6, "pack": 3, "seqlen_q": 2**29}, "must be at most 2**30, got 536870912 times 3"),
-        *[({x: 0}, "q and o must be addresses") for x in "qo"],
-        ({"v": 0}, "k and v must be addresses"),
+        *[({x: 0}, "q and o must be addresses") for x in "qo"], ({"v": 0}, "k and v must be addresses"),
         ({"k": SOMEWHERE + 1}, "k must be aligned to 2 bytes"),
         ({"seqused_q": SOMEWHERE + 2}, "seqused_q must be aligned to 4 bytes"),
         ({"dropout_seed": SOMEWHERE + 4}, "dropout_seed must be aligned to 8 bytes"),
@@ -264,7 +255,7 @@ def test_fields_that_contradict_each_other_are_a_value_error():
         ({**LSE, "lse_batch_stride": 2**61, "lse_rows": 2**61}, "must hold the rows"),
         ({**LSE, "cu_seqlens_q": SOMEWHERE}, "with cu_seqlens_q, lse_batch_stride must be 0"),
         ({**LSE, "lse_batch_stride": 0, "lse_rows": 39, "cu_seqlens_q": 4096}, "lse_rows (39) must hold"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(sentence)):
             _C.run(ANY_ROW, params(**changes), 0, 0)
     with pytest.raises(ValueError, match="head_dim and head_dim_v must be set"):
@@ -302,10 +293,13 @@ class TestRows:
             (of(*PLAIN), {**LSE, "lse_head_stride": 2, "lse_rows": 99}, "{0.name}.* a contiguous lse"),
             (of(*PLAIN), ONE_TAIL, r"{0.name}.* (no tail here|can't divide 1 of \d tiles)"),
             *[(ALIGNED, {x: SOMEWHERE + 8}, f"aligned to 16 bytes, and that of {x} is not") for x in "qkvo"],
-            *[
-                (ALIGNED, {f"{x}_stride": strides}, f"multiples of 16 bytes, and a stride of {x} is not")
-                for x, strides in itertools.product("qkvo", ((68, 64, 64), (64, 68, 64), (64, 64, 68)))
-            ],
+            *[(ALIGNED, {f"{x}_stride": strides}, f"multiples of 16 bytes, and a stride of {x} is not")
+              for x, strides in itertools.product("qkvo", ((68, 64, 64), (64, 68, 64), (64, 64, 68)))],
+            *[([row], {x: getattr(row, x) + 8}, "{0.name} .* up to {0.head_dim} and {0.head_dim_v}")
+              for row, x in itertools.product((*SCORED, *RANGED), ("head_dim", "head_dim_v"))],
+            *[([row], {**BLOCKS, "block_m": row.tile_m + m, "block_n": row.tile_n * row.kv_warps + n},
+               f"of a mask that are multiples of {row.tile_m} x {row.tile_n * row.kv_warps}")
+              for row in SCORED for m, n in ((8, 0), (0, 8))],
             (SCORED, ONE_TAIL, "has no tail"),
             (RANGED, {"q": SOMEWHERE + 2}, "{0.name} needs addresses, strides and head dims that are multi"),
             (of("masked"), {"mask": SOMEWHERE, "mask_stride": (0, 0, 0, 2)}, "{0.name} reads masks and biases by four"),
@@ -328,21 +322,10 @@ class TestRows:
             (of("wide_scored"), {"k": 4104}, "needs addresses, strides and head dims that are multiples of 16"),
             (of("wide_scored"), {"head_dim": 520}, "takes head dims from 1 to {0.head_dim}, got 520 and 8"),
             (of("wide_scored"), {**BLOCKS, "block_m": 64, "block_n": 32}, "multiples of 64 x 64, got 64 x 32"),
-        ):
+        ):  # fmt: skip
             for row in rows:
                 with pytest.raises(ValueError, match=sentence.format(row)):
                     run(row, **changes)
-
-    def test_head_dims_and_blocks_beyond_a_row(self):
-        for row in (*SCORED, *RANGED):
-            for name in ("head_dim", "head_dim_v"):
-                with pytest.raises(ValueError, match=f"{row.name} .* up to {row.head_dim} and {row.head_dim_v}"):
-                    run(row, **{name: getattr(row, name) + 8})
-        for row in SCORED:
-            m, n = row.tile_m, row.tile_n * row.kv_warps
-            for block_m, block_n in ((m + 8, n), (m, n + 8)):
-                with pytest.raises(ValueError, match=f"of a mask that are multiples of {m} x {n}"):
-                    run(row, **BLOCKS | {"block_m": block_m, "block_n": block_n})
 
 
 #: For a fresh interpreter that loads _C alone and sees no GPU: with the driver out of sight this also holds on a

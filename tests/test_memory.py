@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 from fake_build import L4
-from fake_kernels import skip_dispatcher
+from fake_kernels import install, skip_dispatcher
 from tensors import starts
 from torch import Tensor
 
 import cutlass_fmha
-from cutlass_fmha import _C, Workspace, attention, memory_plan
+from cutlass_fmha import Workspace, attention, memory_plan
 from cutlass_fmha.__main__ import main
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.features import FeatureArguments
@@ -40,8 +40,7 @@ MEMORY = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
 @pytest.fixture
 def kernels_do_nothing(monkeypatch: pytest.MonkeyPatch):
     """The ops launch on CPU tensors, as on an L4."""
-    for name in ("run", "launch"):
-        monkeypatch.setattr(_C, name, lambda *launched: None)
+    install(monkeypatch, lambda *launched: None)
     monkeypatch.setattr(dispatcher, "simulated", lambda: True)
     monkeypatch.setattr(devices, "simulated", lambda built: L4)
     monkeypatch.delenv(devices.FORCE_ARCH, raising=False)
@@ -64,31 +63,25 @@ def ledger(kernels_do_nothing: None, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     return ledger
 
 
+ONE, TWO = ((batch, 300, 300, 4, 2, 64, 64) for batch in (1, 2))
+PACKED = {**{f"cu_seqlens_{x}": starts(300, 300, 300) for x in "qk"}, "max_seqlen_q": 300, "max_seqlen_k": 300}
 #: Sizes (batch, seqlen_q, seqlen_k, heads, heads of keys, head dims), dtype, what is said, what requires gradients.
 CASES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any], str]] = {
-    "causal": ((2, 300, 300, 4, 2, 64, 64), BF16, {"causal": True}, "q k v"),
-    "long": ((1, 5000, 5000, 8, 8, 128, 128), BF16, {"causal": True}, ""),
-    "LSE": ((2, 300, 300, 4, 2, 64, 64), BF16, {"return_lse": True}, "q k v"),
-    "LSE alone": ((2, 300, 300, 4, 2, 64, 64), BF16, {"return_lse": True}, ""),
-    "bhsd": ((2, 300, 300, 4, 2, 64, 64), BF16, {"layout": "bhsd"}, "q k v"),
-    "frozen keys": ((2, 300, 300, 4, 2, 64, 64), BF16, {}, "q v"),
+    "causal": (TWO, BF16, {"causal": True}, "q k v"), "bhsd": (TWO, BF16, {"layout": "bhsd"}, "q k v"),
+    "LSE": (TWO, BF16, {"return_lse": True}, "q k v"), "LSE alone": (TWO, BF16, {"return_lse": True}, ""),
+    "long": ((1, 5000, 5000, 8, 8, 128, 128), BF16, {"causal": True}, ""), "frozen keys": (TWO, BF16, {}, "q v"),
     "value's head dim": ((1, 300, 500, 4, 2, 192, 128), BF16, {}, "q k v"),
     "odd head dim": ((1, 300, 500, 4, 2, 20, 20), BF16, {}, "q k v"),
     "split keys": ((1, 1, 9000, 8, 2, 128, 128), BF16, {}, ""),
     "splits that are said": ((1, 3, 2000, 8, 2, 64, 64), BF16, {"num_splits": 7}, ""),
-    "deterministic": ((1, 300, 300, 4, 2, 64, 64), BF16, {"deterministic": True}, "q k v"),
-    "dropout": ((1, 300, 300, 4, 2, 64, 64), BF16, {"dropout_p": 0.1, "dropout_seed": 3}, "q k v"),
-    "softcap": ((1, 300, 300, 4, 2, 64, 64), BF16, {"softcap": 30.0}, "q k v"),
-    "bias": ((2, 300, 300, 4, 2, 64, 64), BF16, {"bias": torch.zeros(4, 300, 300, dtype=BF16)}, "q k v bias"),
-    "sinks": ((2, 300, 300, 4, 2, 64, 64), BF16, {"sinks": torch.zeros(4)}, "q k v sinks"),
-    "packed": (
-        (1, 900, 900, 4, 2, 64, 64), BF16,
-        {**{f"cu_seqlens_{x}": starts(*[300] * 3) for x in "qk"}, "max_seqlen_q": 300, "max_seqlen_k": 300},
-        "q k v",
-    ),
-    "float32": ((1, 300, 300, 4, 2, 64, 64), torch.float32, {"causal": True}, ""),
+    "deterministic": (ONE, BF16, {"deterministic": True}, "q k v"), "softcap": (ONE, BF16, {"softcap": 30.0}, "q k v"),
+    "dropout": (ONE, BF16, {"dropout_p": 0.1, "dropout_seed": 3}, "q k v"),
+    "bias": (TWO, BF16, {"bias": torch.zeros(4, 300, 300, dtype=BF16)}, "q k v bias"),
+    "sinks": (TWO, BF16, {"sinks": torch.zeros(4)}, "q k v sinks"),
+    "packed": ((1, 900, 900, 4, 2, 64, 64), BF16, PACKED, "q k v"),
+    "float32": (ONE, torch.float32, {"causal": True}, ""),
+    "gradients of float32": (TWO, torch.float32, {"causal": True}, "q k v"),
     "large head dim": ((1, 300, 300, 4, 2, 320, 320), BF16, {}, ""),
-    "gradients of float32": ((2, 300, 300, 4, 2, 64, 64), torch.float32, {"causal": True}, "q k v"),
     "gradients of a large head dim": ((1, 300, 300, 4, 2, 64, 320), BF16, {"return_lse": True}, "q k v"),
     "copies": ((1, 300, 301, 4, 2, 300, 300), BF16, {"mask": torch.ones(300, 301, dtype=torch.bool)}, ""),
 }  # fmt: skip
@@ -105,10 +98,8 @@ def inputs(name: str, times: int = 1, device: str = "cpu") -> tuple[dict[str, Te
         given = {x: tensor.transpose(1, 2) for x, tensor in given.items()}
     of_heads = {"bias": times, "sinks": times}
     given |= {x: torch.cat([y] * of_heads.get(x, 1)) for x, y in said.items() if isinstance(y, Tensor)}
-    return (
-        {x: tensor.to(device).requires_grad_(x in wanted.split()) for x, tensor in given.items()},
-        {x: value for x, value in said.items() if not isinstance(value, Tensor)},
-    )
+    given = {x: tensor.to(device).requires_grad_(x in wanted.split()) for x, tensor in given.items()}
+    return given, {x: value for x, value in said.items() if not isinstance(value, Tensor)}
 
 
 def call(given: dict[str, Tensor], said: dict[str, Any], keep: Any = lambda x: x, **to: Tensor) -> Any:
@@ -244,24 +235,15 @@ def taking_nothing_else(ledger: Ledger, workspace: Workspace, work: Callable[[],
         assert ledger.peak == before and workspace.high_water == workspace.size > workspace._held == 0
 
 
-class Deep(torch.autograd.Function):
+def deeper(depth: int, work: Callable[[], object]) -> None:
     """Gradients inside of gradients: torch has a thread of its own for the 60th, as for those on a GPU."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, depth: int, work: Any) -> Tensor:
-        ctx.given = depth, work
-        return x.clone()
+    @torch.enable_grad()
+    def hook(_: Tensor) -> None:
+        deeper(depth - 1, work) if depth else work()
 
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        depth, work = ctx.given
-        with torch.enable_grad():
-            deeper(depth - 1, work) if depth else work()
-        return dx, None, None
-
-
-def deeper(depth: int, work: Any) -> None:
-    Deep.apply(torch.ones(1, requires_grad=True), depth, work).backward()
+    (x := torch.ones(1, requires_grad=True)).register_hook(hook)
+    x.backward()
 
 
 OF_GRADIENTS = {

@@ -38,15 +38,9 @@ HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32)
 append_kv_ = torch.ops.cutlass_fmha.append_kv_
 
-by_dtype = pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [
-        *(("cpu", dtype) for dtype in (*DTYPES, torch.float64)),
-        *(pytest.param("kernels", dtype, marks=pytest.mark.gpu) for dtype in DTYPES),
-    ],
-    indirect=["backend"],
-    ids=str,
-)
+BY_DTYPE: list[Any] = [("cpu", dtype) for dtype in (*DTYPES, torch.float64)]
+BY_DTYPE += [pytest.param("kernels", dtype, marks=pytest.mark.gpu) for dtype in DTYPES]
+by_dtype = pytest.mark.parametrize(("backend", "dtype"), BY_DTYPE, indirect=["backend"], ids=str)
 #: For problems of ops beside attention: the same ones each time, in a long run more.
 drawn = settings(max_examples=int(os.environ.get("CUTLASS_FMHA_DRAWN", "50")), database=None, derandomize=True)
 kernels_only = pytest.mark.parametrize("backend", [KERNELS], indirect=True)
@@ -210,11 +204,9 @@ def test_merge_passes_bits_on(dim: int, dtype: torch.dtype):
     a[0][0, 0, 0, :3] = torch.tensor([-0.0, INF, torch.nan])
     a[1][0, 0, 0] = -0.0
     empty = torch.full_like(b[0], torch.nan), torch.full_like(b[1], -INF)
-    for operands in ((*a, *empty), (*empty, *a)):
-        output, lse = merge_states(*operands)
-        assert torch.equal(bits(output), bits(a[0])) and torch.equal(bits(lse), bits(a[1]))
-    output, lse = merge_states(*empty, *empty)
-    assert torch.equal(bits(output), bits(torch.zeros_like(output))) and (lse == -INF).all()
+    nothing = torch.zeros_like(b[0]), empty[1]
+    for operands, expected in (((*a, *empty), a), ((*empty, *a), a), ((*empty, *empty), nothing)):
+        assert all(map(torch.equal, map(bits, merge_states(*operands)), map(bits, expected)))
     infinite = a[0], torch.full_like(a[1], INF)
     output, lse = merge_states(*infinite, *b)
     assert torch.equal(output[1], a[0][1]) and (lse == INF).all()
@@ -279,8 +271,7 @@ def test_a_position_without_an_angle_becomes_nan(dtype: torch.dtype):
     x, (cos, sin) = randn(2, 3, 4, 64, dtype=dtype), table(9, 32, dtype)
     out = rotary(x, cos, sin, int32(-1, 8))
     outside = torch.zeros(2, 3, 4, 64, dtype=torch.bool)
-    outside[0, 0, :, :32] = True
-    outside[1, 1:, :, :32] = True
+    outside[0, 0, :, :32] = outside[1, 1:, :, :32] = True
     assert torch.equal(out.isnan().cpu(), outside)
     assert torch.equal(out[..., 32:], x[..., 32:])
 
@@ -360,14 +351,11 @@ class Append:
 
 #: How new rows of a cache are drawn, and more of what an append is asked for.
 NEW_ROWS = {
-    "kind": st.sampled_from(KINDS),
-    "dims": st.sampled_from((*DIMS, (36, 24))),
-    "head_dim_v": st.sampled_from((64, 32, 50, 24)),
-    "layout": st.sampled_from(("packed", "odd", "bhsd")),
-    "begins": BEGINS,
-    "numbers": st.lists(st.integers(0, 100), min_size=ROWS, max_size=ROWS),
+    "kind": st.sampled_from(KINDS), "dims": st.sampled_from((*DIMS, (36, 24))),
+    "head_dim_v": st.sampled_from((64, 32, 50, 24)), "layout": st.sampled_from(("packed", "odd", "bhsd")),
+    "begins": BEGINS, "numbers": st.lists(st.integers(0, 100), min_size=ROWS, max_size=ROWS),
     "interleaved": st.booleans(),
-}
+}  # fmt: skip
 STANDS = st.sampled_from((None, "cache_seqlens", "leftpad_k", "rotary_seqlens"))
 APPENDS = {**NEW_ROWS, "stand": STANDS, "seqlen_q": st.sampled_from((1, 5, 9)), "advance": st.booleans()}
 
@@ -485,20 +473,14 @@ def over_caches(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return *found, *caches, *cascade_attention(q, *before, *caches, causal=True, num_splits=2, return_lse=True)
 
 
-def capped(q: Tensor) -> Tensor:
-    return cutlass_fmha.attention(q, q, q, softcap=20.0, deterministic=True)
-
-
-def normed(x: Tensor, w: Tensor) -> Tensor:
-    return torch.cat(cutlass_fmha.qk_norm_rope(x, x, None, w, w))
-
-
 IN_A_WORKSPACE = {
     "caches": over_caches,
-    "attention's gradients": partial(gradients, capped, (2, 70, 4, 64)),
+    "attention's gradients": partial(
+        gradients, lambda q: cutlass_fmha.attention(q, q, q, softcap=20.0, deterministic=True), (2, 70, 4, 64)),
     "rms_norm's": partial(gradients, rms_norm, (70, 64), (64,)),
-    "qk_norm_rope's": partial(gradients, normed, (2, 70, 4, 64), (64,)),
-}
+    "qk_norm_rope's": partial(
+        gradients, lambda x, w: torch.cat(cutlass_fmha.qk_norm_rope(x, x, None, w, w)), (2, 70, 4, 64), (64,)),
+}  # fmt: skip
 
 
 @kernels_only
@@ -527,6 +509,5 @@ def test_offsets_beyond_31_bits(axis: int):
     out = rotary(far[0], cos, sin, first)
     assert_rotated(*(t.cpu() for t in (out, a[0], cos, sin)), following(first, 3), False)
     append_kv_(far[0], far[1], b[0][:, :1].clone(), a[0][:, :1].clone(), int32(2, 0))
-    for b_index, row in ((0, 2), (1, 0)):
-        assert torch.equal(far[0][b_index, row], b[0][b_index, 0])
-        assert torch.equal(far[1][b_index, row], a[0][b_index, 0])
+    for cache, (new, _) in zip(far, (b, a), strict=True):
+        assert torch.equal(torch.stack((cache[0, 2], cache[1, 0])), new[:, 0])

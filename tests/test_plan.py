@@ -95,14 +95,10 @@ def test_features_are_what_a_call_says():
         assert described(tensors(Problem(**said[name]))).problem.features == (name,)
     # A window that is a causal mask is one.
     for window, causal, expected in (
-        ((-1, -1), "none", (None, "none")),
-        ((-1, 0), "none", (None, "bottom-right")),
-        ((-1, 5), "bottom-right", (None, "bottom-right")),
-        ((-1, -1), "top-left", (None, "top-left")),
-        ((7, -1), "none", ((7, -1), "none")),
-        ((7, 9), "top-left", ((7, 0), "top-left")),
-        ((0, 0), "none", ((0, 0), "none")),
-    ):
+        ((-1, -1), "none", (None, "none")), ((-1, 0), "none", (None, "bottom-right")),
+        ((-1, 5), "bottom-right", (None, "bottom-right")), ((-1, -1), "top-left", (None, "top-left")),
+        ((7, 9), "top-left", ((7, 0), "top-left")), *((x, "none", (x, "none")) for x in ((7, -1), (0, 0))),
+    ):  # fmt: skip
         assert describe.window_of(*window, causal) == expected
 
 
@@ -122,10 +118,9 @@ def test_a_call_that_says_nothing_special_takes_a_plain_row(kernels: FakeKernels
     assert kernels.last.q_stride == kernels.last.k_stride == kernels.last.v_stride == (0, 0, 0)
 
 
-FEATURED = Problem(9, 40, softcap=3.0, bias=("bhqk", "same", "plain"), used_k=True, leftpad=True)
-
-
-@pytest.mark.parametrize("problem", [FEATURED, Problem(9, 40, num_heads=4)], ids=["features", "plain"])
+@pytest.mark.parametrize("problem", [
+    Problem(9, 40, softcap=3.0, bias=("bhqk", "same", "plain"), used_k=True, leftpad=True), Problem(9, 40, num_heads=4),
+], ids=["features", "plain"])  # fmt: skip
 def test_a_plan_is_made_once(kernels: FakeKernels, monkeypatch, problem: Problem):
     made = []
     original = plan.prepare
@@ -245,11 +240,11 @@ def is_aligned(x: Tensor) -> bool:
     return all(number % 16 == 0 for number in (x.data_ptr(), *(s * x.element_size() for s in strides)))
 
 
-HEAD_DIMS, DTYPES = st.sampled_from([32, 40, 64, 128]), st.sampled_from([torch.float16, torch.bfloat16])
-
-
 @settings(max_examples=120)
-@given(problems(longest=40), HEAD_DIMS, st.sampled_from(["bshd", "bhsd"]), DTYPES, st.booleans())
+@given(
+    problems(longest=40), st.sampled_from([32, 40, 64, 128]), st.sampled_from(["bshd", "bhsd"]),
+    st.sampled_from([torch.float16, torch.bfloat16]), st.booleans(),
+)  # fmt: skip
 def test_drawn_problems_are_packed_right(kernels, problem: Problem, head_dim: int, layout: str, dtype, given: bool):
     def laid_out(x: Tensor) -> Tensor:
         return x.transpose(1, 2) if layout == "bhsd" else x
@@ -304,7 +299,7 @@ def test_slow_copies_are_told_once_per_cause(kernels, caplog):
             call(queries)
         row = kernels.build.rows[kernels.launches[-1].row].name
         copies = f" not a multiple of 16 bytes: {row} copies element by element, which is slower"
-        assert [record.getMessage() for record in caplog.records] == [told + copies] * bool(told)
+        assert caplog.messages == [told + copies] * bool(told)
 
 
 def test_a_decision_is_a_line_when_its_plan_is_made(kernels, caplog):
@@ -317,14 +312,13 @@ def test_a_decision_is_a_line_when_its_plan_is_made(kernels, caplog):
     for _ in range(2):
         launch(q, k, v)
     ran = kernels.build.rows[kernels.launches[-1].row].name
-    (record,) = caplog.records
     line = rf"batch .*, float16, .* on NVIDIA L4 \(.*\): {ran}, [\d.]+ us predicted"
-    assert re.fullmatch(line, record.getMessage())
+    assert len(caplog.messages) == 1 and re.fullmatch(line, caplog.messages[0])
     caplog.clear()
     caplog.set_level(logging.DEBUG, logger="cutlass_fmha")
     launch(q, k, v, row="fwd_sm89_f16_d32_m64n64w4")
     gradients._prepare((q, k, v), "none", {}, (True,) * 5, None, None)
-    forced, backward = (record.getMessage() for record in caplog.records)
+    forced, backward = caplog.messages
     assert ": fwd_sm89_f16_d32_m64n64w4, forced by name, " in forced
     assert re.search(r"; the default for GPUs .*; others: fwd_sm89_f16_d32_\w+ [\d.]+ us, fwd_", forced)
     assert re.fullmatch(r"backward of batch .* on NVIDIA L4 \(.*\): bwd_sm89_f16_d\d+_\w+", backward)
@@ -359,17 +353,15 @@ def test_torchs_attention_asks_a_known_call_nothing(kernels, monkeypatch):
     q, k, v = qkv(heads=4, heads_kv=2)
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     attend = cutlass_fmha.scaled_dot_product_attention
-    masks = {"mask": torch.ones(33, 65, dtype=torch.bool).tril(20), "bias": torch.randn(2, 1, 1, 65)}
+    mask = torch.ones(33, 65, dtype=torch.bool).tril(20)
     for _ in range(2):
-        out = attend(*heads_first, enable_gqa=True).transpose(1, 2)
-        oracle_features.compare(out, None, q, k, v).check()
-        for name, mask in masks.items():
-            out = attend(*heads_first, mask, enable_gqa=True).transpose(1, 2)
-            oracle_features.compare(out, None, q, k, v, **{name: mask}).check()
+        for said in ({}, {"mask": mask}, {"bias": torch.randn(2, 1, 1, 65)}):
+            out = attend(*heads_first, *said.values(), enable_gqa=True).transpose(1, 2)
+            oracle_features.compare(out, None, q, k, v, **said).check()
         monkeypatch.setattr(plan, "prepare", None)
     assert len(kernels.launches) == 6
     with pytest.raises(ValueError, match="attn_mask and is_causal exclude each other"):
-        attend(*heads_first, masks["mask"], is_causal=True, enable_gqa=True)
+        attend(*heads_first, mask, is_causal=True, enable_gqa=True)
     with pytest.raises(ValueError, match="leading dimensions that broadcast"):
         attend(*heads_first)
     with pytest.raises(TypeError, match="enable_gqa must be a bool, got int"):
@@ -379,15 +371,13 @@ def test_torchs_attention_asks_a_known_call_nothing(kernels, monkeypatch):
 @pytest.mark.parametrize("how", ["views", "copies", "a family's own launch"])
 def test_packed_sequences_of_heads_first_are_read_where_they_are(kernels, monkeypatch, how: str):
     skip_dispatcher(monkeypatch)
-    tensors = [x.transpose(1, 2) for x in qkv(seqlen_k=33)]
-
-    def own_launch(x, scale, lse, said):
-        return oracle_features.attention(*x, scale, **said)[0].half(), None
-
+    tensors, exact = [x.transpose(1, 2) for x in qkv(seqlen_k=33)], oracle_features.attention
     if how == "copies":
         tensors = [x.contiguous() for x in tensors]
     elif how != "views":
-        own = Prepared(_C.AttentionParams(), launch=own_launch)
+        own = Prepared(
+            _C.AttentionParams(), launch=lambda x, scale, lse, said: (exact(*x, scale, **said)[0].half(), None)
+        )
         monkeypatch.setattr(plan, "family", lambda row: SimpleNamespace(prepare=lambda *_: own))
     said = {f"cu_seqlens_{x}": torch.tensor([0, 5, 40, 66], dtype=torch.int32) for x in "qk"}
     rows = [x.transpose(1, 2).flatten(0, 1) for x in tensors]

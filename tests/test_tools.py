@@ -114,23 +114,18 @@ def test_the_newest_report_of_each_architecture_counts(release: Any):
     assert release()[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "expected"),
-    [
-        *(
-            (f"sm{arch}", None, f"the sm_{arch} rows have no parity report ({' or '.join(modes)}): make parity")
-            for arch, modes in release_check.REQUIRED.items()
-        ),
-        ("sm90", {"passed": False}, "is the report of a failed run"),
-        ("sm90", {"rows": {"fwd_sm90_f16_d64": {}}}, "leaves rows uncovered: fwd_sm90_bf16_d64"),
-        ("sm90", {"rows": {}, "rows_expected": []}, "covers no row at all"),
-        ("sm90", {"mode": "proxy"}, "the sm_90 rows have no parity report (native)"),
-        ("resources", {"source_hash": "0" * 64}, "resources.json is of other sources (hash 000000000000"),
-        ("resources", {"stack": 16}, "fwd_sm90_f16_d32_m64n64w4 (sm_90): a stack of 16 bytes"),
-        ("resources", {"kind": "parity"}, "resources.json is no resource report: make build"),
-        *(("odd", text, "odd.json is not a") for text in ("{}", "not json", '{"kind": "benchmark"}', "[]")),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "expected"), [
+    *((f"sm{arch}", None, f"the sm_{arch} rows have no parity report ({' or '.join(modes)}): make parity")
+      for arch, modes in release_check.REQUIRED.items()),
+    ("sm90", {"passed": False}, "is the report of a failed run"),
+    ("sm90", {"rows": {"fwd_sm90_f16_d64": {}}}, "leaves rows uncovered: fwd_sm90_bf16_d64"),
+    ("sm90", {"rows": {}, "rows_expected": []}, "covers no row at all"),
+    ("sm90", {"mode": "proxy"}, "the sm_90 rows have no parity report (native)"),
+    ("resources", {"source_hash": "0" * 64}, "resources.json is of other sources (hash 000000000000"),
+    ("resources", {"stack": 16}, "fwd_sm90_f16_d32_m64n64w4 (sm_90): a stack of 16 bytes"),
+    ("resources", {"kind": "parity"}, "resources.json is no resource report: make build"),
+    *(("odd", text, "odd.json is not a") for text in ("{}", "not json", '{"kind": "benchmark"}', "[]")),
+])  # fmt: skip
 def test_what_proves_less_is_told_in_a_sentence(name: str, changes: Any, expected: str, release: Any, tmp_path: Path):
     path = next(tmp_path.rglob(f"*{name}.json"), release_check.REPORTS / f"{name}.json")
     if changes is None:
@@ -168,20 +163,17 @@ FINE = "========= ERROR SUMMARY: 0 errors\n"
 
 def test_what_counts_as_a_clean_sanitizer_run():
     for status, output, expected in (
-        (0, FINE, None),
+        (0, FINE, None), (0, WARNING, None), (0, "18 rows\n", "no summary"),
         (0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", None),
         (1, FINE.replace("0 errors", "1 error"), "reports 1 errors"),
         (0, "== RACECHECK SUMMARY: 3 hazards displayed (0 errors, 3 warnings)\n", "reports 3 errors or haz"),
         (0, "== RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n", "reports 1 errors or"),
-        (0, WARNING, None),
         (0, WARNING.replace(" 1 ", " 2 "), "reports 1 errors"),
         (0, WARNING.replace("bf16_dany_m32n128w4", "f32_dany_m32n128w4_tf32x3"), "reports 1 errors or hazards"),
         (0, WARNING.replace("and Write", "and Read"), "reports 1 errors or hazards"),
         (0, WARNING.replace("Warning", "Error"), "reports 1 errors or hazards"),
-        (1, FINE, "the problems failed with exit status 1"),
-        (sanitize.CUT, FINE, "time was over before every kernel"),
-        (0, "18 rows\n", "no summary"),
-    ):
+        (1, FINE, "the problems failed with exit status 1"), (sanitize.CUT, FINE, "time was over before every kernel"),
+    ):  # fmt: skip
         found = sanitize.verdict("memcheck", status, output)
         assert found is None if expected is None else expected in str(found), output
 
@@ -293,14 +285,10 @@ class LatePopen(subprocess.Popen[bytes]):
         raise subprocess.TimeoutExpired(self.args, timeout)
 
 
-@pytest.mark.parametrize(
-    ("popen", "first"),
-    [
-        (LatePopen, "open('ready', 'w').close()"),
-        (subprocess.Popen, "os.kill(os.getppid(), signal.SIGINT)"),
-        (InterruptedPopen, ""),
-    ],
-)
+@pytest.mark.parametrize(("popen", "first"), [
+    (LatePopen, "open('ready', 'w').close()"), (InterruptedPopen, ""),
+    (subprocess.Popen, "os.kill(os.getppid(), signal.SIGINT)"),
+])  # fmt: skip
 def test_what_ends_a_program_ends_all_that_it_started(popen: Any, first: str, tmp_path, monkeypatch):
     """A child and its child hold a lock until they are dead."""
     monkeypatch.chdir(tmp_path)
@@ -326,8 +314,7 @@ def test_what_ends_a_program_ends_all_that_it_started(popen: Any, first: str, tm
 def test_rows_of_sm_89_are_compiled_for_older_gpus_too(tmp_path: Path):
     """The least target has PTX, or what ptxas makes of it: for every GPU that none of the machine code runs on."""
     for asked, ahead, compiled_for, code in (
-        ("89", "", "89", "89,code=[sm_89,compute_89]"),
-        ("80", "", "80", "80,code=[sm_80,compute_80]"),
+        ("89", "", "89", "89,code=[sm_89,compute_89]"), ("80", "", "80", "80,code=[sm_80,compute_80]"),
         ("89;86", "", "86,89", "86,code=[sm_86,compute_86];89,code=sm_89"),
         ("80;89", "90", "80,89", "80,code=sm_90;89,code=sm_89"),
         ("75", "", None, "contains \"75\", and there are kernels for 80, 86, 89, 90, 120 only"),
