@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -256,6 +257,10 @@ def scaled_dot_product_attention(
     return output if lead is None else output.reshape(*lead, *output.shape[-2:])
 
 
+#: What ``with_kv_cache`` calls q, k and v.
+_OF_CACHES: Names = ("q", "k_cache", "v_cache")
+
+
 def attend_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -267,16 +272,28 @@ def attend_cache(
     features: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """``attention`` for ``with_kv_cache``, under its names."""
-    if private_torch.any_autocast_enabled() and autocast.dtype_of(k_cache) is not None:
-        q, _, _, cast = autocast.operands(q, k_cache, v_cache, features, k_cache.dtype)
-        # The op would cast what it can't know to be a cache.
-        with autocast.off(k_cache.device.type):
-            return attend_cache(q, k_cache, v_cache, scale, causal, return_lse, row, cast)
-    names = ("q", "k_cache", "v_cache")
-    rest = (scale, check.causal_name(causal), check.flag("return_lse", return_lse), "bshd", row, names)
-    arguments = op_arguments(q, features, "q", RESULTS if return_lse else OUT)
-    found: tuple[Tensor, Tensor | None] = _call(q, k_cache, v_cache, *rest, arguments)
-    return found
+    casts = _casts_to(k_cache)
+    q, arguments = _over_a_cache(q, k_cache, v_cache, causal, return_lse, features)
+    # The op would cast what it can't know to be a cache.
+    with autocast.off(k_cache.device.type) if casts else nullcontext():
+        rest = (scale, check.causal_name(causal), return_lse, "bshd", row, _OF_CACHES)
+        found: tuple[Tensor, Tensor | None] = _call(q, k_cache, v_cache, *rest, arguments)
+        return found
+
+
+def _casts_to(k_cache: Tensor) -> bool:
+    """Whether autocast has a say, which for a cache is that all else gets its dtype."""
+    return private_torch.any_autocast_enabled() and autocast.dtype_of(k_cache) is not None
+
+
+def _over_a_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, causal: object, return_lse: bool, features: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """q and the op's keyword arguments, as autocast has them."""
+    check.causal_name(causal)
+    if _casts_to(k_cache):
+        q, _, _, features = autocast.operands(q, k_cache, v_cache, features, k_cache.dtype)
+    return q, op_arguments(q, features, "q", RESULTS if check.flag("return_lse", return_lse) else OUT)
 
 
 def check_cache(
@@ -298,16 +315,13 @@ def check_cache(
         check.finite_scale(scale)
     if row is not None:
         check.row_name(row)
-    check.causal_name(causal)
-    given: Mapping[str, Any] = {**features, "seqused_k": seqused_k}
-    if private_torch.any_autocast_enabled() and autocast.dtype_of(k_cache) is not None:
-        q, _, _, given = autocast.operands(q, k_cache, v_cache, given, k_cache.dtype)
-    arguments = op_arguments(q, given, "q", RESULTS if check.flag("return_lse", return_lse) else OUT)
+    given = {**features, "seqused_k": seqused_k}
+    q, arguments = _over_a_cache(q, k_cache, v_cache, causal, return_lse, given)
     said = {name: x for name, x in arguments.items() if name not in RESULTS}
-    tensors, names = (q, k_cache, v_cache), ("q", "k_cache", "v_cache")
+    tensors = (q, k_cache, v_cache)
 
     def checked() -> Sizes:
-        return check_features.check_features(tensors, Features(**said), names)
+        return check_features.check_features(tensors, Features(**said), _OF_CACHES)
 
     if type(q) is Tensor and q.is_cuda:  # a step's host time counts: once for calls that are alike
         plan.kept("check_cache", (*tensors, *said, *said.values()), checked)

@@ -258,28 +258,10 @@ def _checked(q: Tensor, call: Any, features: Mapping[str, Any]) -> Any:
         check_positions(call.rotary_cos, first, rows)
     out, lse = features.get("out"), features.get("lse")
     if out is not None or lse is not None:
-        _check_results(q, k_cache, v_cache, {"k": k, "v": v}, out, lse)
+        read = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+        results.check_before(out, lse, q, v_cache.shape[-1], k_cache.dtype, read)
     if k is None and call.query is not None:
         raise ValueError("rotary embedding is of k and v that are appended, and there are none")
     if k is not None and cache_seqlens is None:
         raise ValueError("k and v are appended behind cache_seqlens rows, and cache_seqlens is None")
     return Append(*[vectors.get(name, getattr(call, name)) for name in Append._fields])
-
-
-def _check_results(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    new: dict[str, Tensor | None],
-    out: Tensor | None,
-    lse: Tensor | None,
-) -> None:
-    """What ``attention`` asks of ``out`` and ``lse``, before the cache is written to."""
-    check.check_tensors_given({}, {"out": out, "lse": lse})
-    *batch, seqlen, heads, _ = q.shape
-    if out is not None:
-        shape = (*q.shape[:-1], v_cache.shape[-1])
-        results.check_result("out", out, shape, k_cache.dtype, ("q", q))
-    if lse is not None:
-        results.check_lse(lse, (*batch, heads, seqlen), ("q", q))
-    results.check_apart_before({"out": out, "lse": lse}, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **new})

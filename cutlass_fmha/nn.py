@@ -365,24 +365,29 @@ class Attention(_Joined):
     def _step(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Table | None, cache: KVCache, said: dict[str, Any]
     ) -> Tensor:
-        lengths, seqlen = cache.lengths, q.shape[1]
-        if (norms := self._norms(q)) is not None:
-            turned = {name: said.pop(given) for given, name in _ROTARY.items() if given in said}
+        lengths, seqlen, norms = cache.lengths, q.shape[1], self._norms(q)
+        cos, sin = rotary or (None, None)
+        turned: dict[str, Any] = {}
+        # with_kv_cache rotates as it appends, but without a mask all queries as the first new key.
+        by_itself = norms is not None or (rotary is not None and not advances(said["causal"], said["window"]))
+        if by_itself:
+            for given, name in _ROTARY.items():
+                if (x := said.pop(given, None)) is not None:
+                    turned[name] = x
+        elif rotary is not None:
+            said = {"rotary_cos": cos, "rotary_sin": sin, **said}
+        if norms is not None:
             check_cache(q, cache.k, cache.v, lengths, **said)
             new: Any = {"v": v, "k_cache": cache.k, "v_cache": cache.v, "cache_seqlens": lengths}
             new |= {name: said[name] for name in _PLACES.intersection(said)}
-            cos, sin = rotary or (None, None)
             q, used = qk_norm_rope(q, k, **norms, cos=cos, sin=sin, **turned, **new)
             out = with_kv_cache(q, cache.k, cache.v, cache_seqlens=used, **said)
         else:
             q, k = self._normed(q, k)
-            if rotary is not None and advances(said["causal"], said["window"]):
-                said = {"rotary_cos": rotary[0], "rotary_sin": rotary[1], **said}
-            elif rotary is not None:  # with_kv_cache would have all queries where the first new key is
-                turned = {name: said.pop(given) for given, name in _ROTARY.items() if given in said}
-                if turned.get("offsets") is None:
-                    turned["offsets"] = lengths - said["leftpad_k"] if said.get("leftpad_k") is not None else lengths
-                q, k = rotary_qk(q, k, *rotary, **turned)
+            if rotary is not None and by_itself:
+                pads = said.get("leftpad_k")
+                first = lengths if pads is None else lengths - pads
+                q, k = rotary_qk(q, k, *rotary, **{"offsets": first, **turned})
             out = with_kv_cache(q, cache.k, cache.v, k, v, cache_seqlens=lengths, **said)
         lengths += seqlen
         assert isinstance(out, Tensor)

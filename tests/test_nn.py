@@ -109,6 +109,9 @@ def test_a_cache_moves_no_query_and_norms_are_what_their_modules_are(qk_norm: bo
 
     wanted, turned = layer(x, table), cached(**interleaved)
     close([cached(), cached(2, leftpad_k=pad)], [wanted, wanted])
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        close(compiled(x, table, nn.KVCache(1, 16, 2, 16)), wanted)
     close(cached(causal=True), layer(x, table, causal=True))
     assert (turned - wanted).abs().max() > 1e-3
     if qk_norm:

@@ -115,6 +115,29 @@ def check_apart_before(to: Mapping[str, Tensor | None], read: Mapping[str, Tenso
         check_apart(placed(to), placed(read))
 
 
+def check_before(
+    out: Tensor | None,
+    lse: Tensor | None,
+    q: Tensor,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    read: Mapping[str, Tensor | None],
+    any_strides: bool = False,
+) -> None:
+    """What ``attention`` asks of ``out`` and ``lse``, before the first of several launches.
+
+    ``any_strides``: of the LSE, which a merge writes.
+    """
+    check.check_tensors_given({}, {"out": out, "lse": lse})
+    if out is not None:
+        check_result("out", out, (*q.shape[:-1], head_dim_v), dtype, ("q", q))
+    if lse is not None:
+        *batch, seqlen, heads, _ = q.shape
+        shape, first = (*batch, heads, seqlen), ("q", q)
+        check_result("lse", lse, shape, torch.float32, first) if any_strides else check_lse(lse, shape, first)
+    check_apart_before({"out": out, "lse": lse}, read)
+
+
 def _has_address(x: Tensor) -> bool:
     return type(x) is Tensor and not x.is_meta and not private_torch.is_transformed(x)
 

@@ -136,10 +136,8 @@ class RowTimer:
             found: dict[str, RowTime] = {}
             estimates: dict[str, float] = {}
             for name, launch in launches.items():
-                slow, first_us = (
-                    max(HOST_US, give_up * min(estimates.values(), default=math.inf)),
-                    self._first_call(launch),
-                )
+                slow = max(HOST_US, give_up * min(estimates.values(), default=math.inf))
+                first_us = self._first_call(launch)
                 if first_us > slow:  # or the host was
                     first_us = min(first_us, self._first_call(launch))
                 if first_us > slow:
