@@ -52,7 +52,7 @@ TileSchedule key_tile_schedule(BackwardParams const& p, BackwardConfig const& c,
   int const heads = heads_kv * batch;
   Gpu const gpu = gpu_of(device);
   int64_t const row_bytes = (p.head_dim + p.head_dim_v) * c.element_bytes() + c.head_dim * int(sizeof(float));
-  int64_t const cached = gpu.l2_bytes / 2 / (larger(1, p.seqlen_q) * group * row_bytes);
+  int64_t const cached = gpu.l2_bytes / 2 / (int64_t(larger(1, p.seqlen_q)) * group * row_bytes);
   int64_t const wanted =
       p.ordered && c.architecture().fast_memory ? heads : std::max<int64_t>(cached, 2 * gpu.sms / tiles);
   int64_t const most = std::clamp<int64_t>(wanted, 1, heads), shares = (heads + most - 1) / most;  // alike
@@ -78,13 +78,16 @@ Row const& query_product_of(BackwardConfig const& c) {
                               " on sm_" + std::to_string(c.arch));
 }
 
-/// A block walks the queries of each of so many tiles of keys.
-void launch_walks(Row const& row, BackwardConfig const& c, BackwardParams const& p, int64_t tiles, int device,
+/// A block walks the queries of a tile of keys, of `heads_kv` heads in each of `batch` entries.
+void launch_walks(Row const& row, BackwardConfig const& c, BackwardParams& p, int heads_kv, int batch, int device,
                   cudaStream_t stream) {
-  if (c.copy != Copy::tma) return launch_kernel(row, grid_of(row, tiles), &p, device, stream);
+  // Before the schedule, which counts on it: tiles of all heads have numbers.
+  dim3 const grid = grid_of(row, int64_t(batch) * heads_kv * ceil_div(p.seqlen_k, c.tile_n));
+  p.schedule = key_tile_schedule(p, c, heads_kv, batch, device);
+  if (c.copy != Copy::tma) return launch_kernel(row, grid, &p, device, stream);
   BackwardTmaParams prepared(p);
   set_tensor_maps(prepared, c);
-  launch_kernel(row, grid_of(row, tiles), &prepared, device, stream);
+  launch_kernel(row, grid, &prepared, device, stream);
 }
 
 /// Writes dS of some heads of keys, and makes dQ of it, until all had their turn.
@@ -98,10 +101,7 @@ void launch_turns(Row const& row, BackwardConfig const& c, BackwardParams& p, in
   int const heads = p.batch * p.num_heads_kv, turn = std::min(p.scores_turn, heads);
   for (p.scores_first = 0; p.scores_first < heads; p.scores_first += turn) {
     p.scores_turn = std::min(turn, heads - p.scores_first);
-    if (p.seqlen_k > 0) {
-      p.schedule = key_tile_schedule(p, c, p.scores_turn, 1, device);
-      launch_walks(row, c, p, int64_t(p.scores_turn) * p.scores_tiles, device, stream);
-    }
+    if (p.seqlen_k > 0) launch_walks(row, c, p, p.scores_turn, 1, device, stream);
     if (p.seqlen_q > 0 && p.dq != nullptr) {
       int64_t const of_turn = int64_t(p.scores_turn) * (p.num_heads / p.num_heads_kv);
       launch_kernel(product, grid_of(product, of_turn * ceil_div(p.seqlen_q, of_product.tile_m)), &p, device, stream);
@@ -202,8 +202,7 @@ void launch(Row const& row, BackwardParams const& params, int device, cudaStream
     launch_turns(row, c, p, device, stream);
     p.dq = nullptr;  // is written
   } else if (p.seqlen_k > 0) {
-    p.schedule = key_tile_schedule(p, c, p.num_heads_kv, p.batch, device);
-    launch_walks(row, c, p, listing, device, stream);
+    launch_walks(row, c, p, p.num_heads_kv, p.batch, device, stream);
   }
   if (p.seqlen_q > 0 && (p.dq != nullptr || p.dsinks != nullptr)) {
     Row const& after = helper(Family::backward_after, c.dtype, c.arch);
