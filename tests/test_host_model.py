@@ -294,8 +294,7 @@ def test_block_lists_are_walked_from_the_last_entry_to_the_first():
 
 
 def test_pages_and_batch_entries_lead_to_the_rows():
-    p = Case(2, 1, 96).params()
-    p.k_stride = (1000, 10, 1)
+    p = Case(2, 1, 96).params(k_stride=(1000, 10, 1))
     assert _C.host.key_row_offset(p, 1, 7) == 1070
     entries, pages, padding = ints(5, 3), ints(4, 0, 2, 1, 3, 5), ints(0, 20)
     p.batch_index_k = entries.data_ptr()
@@ -304,3 +303,6 @@ def test_pages_and_batch_entries_lead_to_the_rows():
     p.page_table, p.page_table_stride, p.page_size = pages.data_ptr(), 3, 32
     assert _C.host.key_row_offset(p, 0, 70) == 2000 + 60
     assert _C.host.key_row_offset(p, 1, 12) == 3000  # row 32: the second page
+    p = (case := Case(2, 4, 7, vectors={"cu_seqlens_q": [0, 9, 12], "cu_seqlens_k": [1, 20, 24]})).params()
+    found = [_C.host.sequence(p, b)[x] for b in range(case.batch) for x in ("rows_q", "queries", "keys", "offset")]
+    assert found == [4, 4, 7, 3, 3, 3, 4, 1]  # of a document that is longer than the launch was told, the first rows

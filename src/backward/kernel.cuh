@@ -83,7 +83,7 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
     batch = (p.scores_first + work.head) / p.num_heads_kv;
     head_kv = p.scores_first + work.head - batch * p.num_heads_kv;
   }
-  Sequence const sequence = C.writes_scores ? bounded_sequence_at(p, batch) : sequence_at(p, batch);
+  Sequence const sequence = sequence_at(p, batch);
   // Under a diagonal, the first keys are seen by most queries: they come first.
   int const key_begin = (p.schedule.mixed ? p.schedule.m_blocks - 1 - work.m_block : work.m_block) * C.tile_n;
   if (key_begin >= sequence.keys) return;  // seqlen_k is that of the longest sequence

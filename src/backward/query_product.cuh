@@ -103,7 +103,7 @@ CUTE_DEVICE void query_product(BackwardParams const& p) {
   int const of_turn = number / group, head = number - of_turn * group;
   int const batch = (p.scores_first + of_turn) / p.num_heads_kv;
   int const head_kv = p.scores_first + of_turn - batch * p.num_heads_kv;
-  Sequence const s = bounded_sequence_at(p, batch);
+  Sequence const s = sequence_at(p, batch);
   if (begin >= s.rows_q) return;
   KeyWalk walk;
   int const last = smaller(begin + C.tile_m, s.queries) - 1;

@@ -21,17 +21,19 @@ struct Sequence {
   int offset = 0;                ///< query i stands beside key i + offset
 };
 
+/// Of a document that is longer than the launch was told, whatever the device says, the first rows: masks, lists and
+/// workspaces are laid out by that.
 FMHA_HOST_DEVICE inline Sequence sequence_at(FeatureParams const& p, int batch) {
   Sequence s{.batch = batch, .entry_q = batch, .entry_k = batch, .rows_q = p.seqlen_q};
   int end_k = p.seqlen_k;  // rows of k in use
   if (p.cu_seqlens_q != nullptr) {
     s.first_q = p.cu_seqlens_q[batch];
-    s.rows_q = p.cu_seqlens_q[batch + 1] - s.first_q;
+    s.rows_q = smaller(p.cu_seqlens_q[batch + 1] - s.first_q, p.seqlen_q);
     s.entry_q = 0;
   }
   if (p.cu_seqlens_k != nullptr) {
     s.first_k = p.cu_seqlens_k[batch];
-    end_k = p.cu_seqlens_k[batch + 1] - s.first_k;
+    end_k = smaller(p.cu_seqlens_k[batch + 1] - s.first_k, p.seqlen_k);
     s.entry_k = 0;
   }
   if (p.batch_index_k != nullptr) s.entry_k = p.batch_index_k[batch];
@@ -40,17 +42,6 @@ FMHA_HOST_DEVICE inline Sequence sequence_at(FeatureParams const& p, int batch) 
   int const padding = p.leftpad_k != nullptr ? p.leftpad_k[batch] : 0;
   s.first_k += padding;
   s.keys = larger(0, end_k - padding);
-  s.offset = p.bottom_right ? s.keys - s.queries : 0;
-  return s;
-}
-
-/// The same of a sequence that is as long as the launch was told at most, whatever the device's lengths say: where
-/// memory is laid out by that.
-FMHA_HOST_DEVICE inline Sequence bounded_sequence_at(FeatureParams const& p, int batch) {
-  Sequence s = sequence_at(p, batch);
-  s.rows_q = smaller(s.rows_q, p.seqlen_q);
-  s.queries = smaller(s.queries, p.seqlen_q);
-  s.keys = smaller(s.keys, p.seqlen_k);
   s.offset = p.bottom_right ? s.keys - s.queries : 0;
   return s;
 }
