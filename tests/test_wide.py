@@ -162,17 +162,17 @@ FIELDS = [name for name, kind in vars(_C.AttentionParams).items() if isinstance(
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 3])
-@pytest.mark.parametrize("packed", [False, True])
-def test_what_is_planned_is_what_a_call_is_told(kernels: FakeKernels, seqlen_q: int, packed: bool):
+@pytest.mark.parametrize("packed", ["", "in any batch", "invariant"])
+def test_what_is_planned_is_what_a_call_is_told(kernels: FakeKernels, seqlen_q: int, packed: str):
     """Where no operand is copied, a call needs nothing but its plan and addresses. Heads are packed for one query."""
     q, k = made(torch.float32, seqlen_q, 4, 40), made(torch.float32, 5, 2, 40)
-    said: dict[str, Any] = {"window_right": 1}
+    said: dict[str, Any] = {"window_right": 1, "batch_invariant": packed == "invariant"}
     if packed:
         q, k, cu = q[0], k[0], torch.tensor([0, 1], dtype=torch.int32)
         said |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": seqlen_q, "max_seqlen_k": 5}
     launch(row_of(), q, k, k, **said)
     told = kernels.last
-    assert told.pack == (2 if seqlen_q == 1 else 1)
+    assert told.pack == (2 if seqlen_q == 1 and packed != "invariant" else 1)
     assert kernels.launches[-1][2:] == (0, 0)  # the device and its stream
     prepared = wide.prepare(row_of(), describe((q, k, k), "none", Features(**said)), PRESETS["l4"])
     assert prepared.launch is None and prepared.room == 0

@@ -150,7 +150,7 @@ def prepare(row: Row, call: Call, device: Device) -> Prepared:
     if not whole_vectors(row, call) or needs_room or given or features.mask is not None or features.bias is not None:
         return Prepared(_C.AttentionParams(), launch=partial(launch, row, sizes, call.causal))
     params = params_of(sizes, features, call.causal, call.strides)
-    params.pack = _packed_heads(sizes)
+    params.pack = _packed_heads(sizes, features)
     return Prepared(params)
 
 
@@ -161,8 +161,10 @@ def whole_vectors(row: Row, call: Call) -> bool:
     return aligned and not (sizes.head_dim % multiple or sizes.head_dim_v % multiple)
 
 
-def _packed_heads(sizes: Sizes) -> int:
-    """The heads of a group share a tile where there is one query."""
+def _packed_heads(sizes: Sizes, features: Features) -> int:
+    """The heads of a group share a tile where there is one query: with ``batch_invariant``, in any batch."""
+    if features.batch_invariant and features.cu_seqlens_q is not None:
+        return 1
     return sizes.num_heads // sizes.num_heads_kv if sizes.seqlen_q == 1 and sizes.num_heads_kv else 1
 
 
@@ -274,7 +276,7 @@ def _run(
         _warn_of_copies(row, copied)
     strides = (_strides(q), _strides(k), _strides(v))
     params = params_of(sizes._replace(head_dim=q.shape[-1], head_dim_v=v.shape[-1]), features, causal, strides)
-    params.o_stride, params.pack = _own_strides(out), pack or _packed_heads(sizes)
+    params.o_stride, params.pack = _own_strides(out), pack or _packed_heads(sizes, features)
     for name, field in addresses_of(features):
         if as_it_is or name not in ("mask", "bias"):
             setattr(params, field, getattr(features, name).data_ptr())
