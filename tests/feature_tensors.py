@@ -62,6 +62,8 @@ class Maker:
         numbers = {"window": p.window, "softcap": p.softcap, "dropout_p": p.dropout, "num_splits": p.num_splits}
         self.features |= {name: x for name, x in numbers.items() if x}
         self.add_tensors()
+        if p.page_size and p.window and p.window[0] >= 0 and not self.shares_pages:
+            self.leave_pages_behind()
         return Call(q, k, v, p.scale, p.causal, self.features, p.fill in EXACT_FILLS)
 
     def contents(self) -> list[Tensor]:
@@ -90,7 +92,7 @@ class Maker:
         p, pages = self.problem, self.problem.capacity // self.problem.page_size
         own = p.batch * pages
         places, found = self.shuffled([x.reshape(own, p.page_size, *x.shape[2:]) for x in (k, v)], own + 3)
-        table = torch.tensor(places[:own], dtype=torch.int32).view(p.batch, pages)
+        table, self.nobody = torch.tensor(places[:own], dtype=torch.int32).view(p.batch, pages), places[own]
         if self.shares_pages:
             self.features["page_table"] = self.small(table, -1, dims=1)
             return found
@@ -100,6 +102,15 @@ class Maker:
         room = torch.nn.functional.pad(table, (rest, 0), value=places[own])
         self.features["page_table"] = self.fenced(room)[:, rest:]
         return found
+
+    def leave_pages_behind(self) -> None:
+        """Names none, or one that is nobody's, where a window before all queries has left all of a page."""
+        p, prefixes = self.problem, self.features.get("prefix_lengths", [0] * self.problem.batch)
+        for b, (_, queries, _, rows, padding) in enumerate(zip(*self.lengths, strict=True)):
+            keys = max(0, rows - padding)
+            first = min(keys, (0 if p.causal == "top-left" else keys - queries) - p.window[0])
+            begin = -(-(padding + int(prefixes[b])) // p.page_size) if prefixes[b] else 0
+            self.features["page_table"][b, begin : max(0, padding + first) // p.page_size].fill_(-1)[::2] = self.nobody
 
     def shuffled(self, tensors: list[Tensor], room: int) -> tuple[list[int], list[Tensor]]:
         """Places in another order, of which the entries of each tensor have the first; those of the others are NaN."""

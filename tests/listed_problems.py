@@ -81,10 +81,12 @@ _GROUPS = {
         ),
         *each(100, 300, batch=3, page_size=[16, 48, 64, 256], used_k=True),
         *each(9, 300, batch=3, page_size=48, used_k=True, memory=[*SMALL_MEMORY[1:]]),
+        *each(9, 700, batch=3, window=(50, -1), page_size=[16, 48, 64, 256], used_k=True, prefix=[False, True]),
         P(40, 90, batch=3, packed_q=True, bias=WHOLE, mask=("bqk", "plain"), dropout=0.3),
     ],
     # Few queries: heads packed, keys split.
     "decode": [
+        *(P(2, 700, page_size=size, window=(3 * size, 0), **PAGES) for size in (16, 48, 256)),
         *(
             P(q, 1000, c, num_heads=h, num_heads_kv=h_kv, num_splits=splits, pack=pack, used_k=True)
             for q, h, h_kv, c in ((1, 8, 1, "none"), (3, 12, 3, "bottom-right"), (17, 4, 2, "bottom-right"))

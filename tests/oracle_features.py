@@ -155,9 +155,9 @@ def sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str,
 def _rows(kv: Tensor, b: int, f: Any) -> Tensor:
     """The rows of key or value that are the sequence's, [n_k, num_heads_kv, head_dim]."""
     used = None if f.seqused_k is None else int(f.seqused_k[b])
-    if f.page_table is not None:  # which means nothing behind the pages in use
+    if f.page_table is not None:  # which means nothing behind the pages in use, and of NaN what a window left behind
         pages = None if used is None else -(-used // kv.shape[1])
-        rows = kv[f.page_table[b][:pages].long()].flatten(0, 1)
+        rows = kv[f.page_table[b][:pages].long()].flatten(0, 1).nan_to_num(0.0, math.inf, -math.inf)
     elif f.cu_seqlens_k is not None:
         rows = kv[int(f.cu_seqlens_k[b]) : int(f.cu_seqlens_k[b + 1])]
     else:

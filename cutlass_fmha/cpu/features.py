@@ -25,7 +25,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output in query's dtype, of ``sizes.out_shape``, and LSE in fp32, of ``sizes.lse_shape``.
 
-    The arguments have passed ``check_features`` and ``check_contents``.
+    The arguments have passed ``check_features`` and ``check_contents``. Raises ValueError for pages that are not
+    there.
     """
     output = torch.zeros(sizes.out_shape, dtype=query.dtype)
     lse = torch.full(sizes.lse_shape, -math.inf, dtype=torch.float32)
@@ -56,7 +57,22 @@ def sequences(
             q = q[: int(features.seqused_q[b])]
         k, v = keys_of(key, b, features), keys_of(value, b, features)
         offset = 0 if causal == "top-left" else len(k) - len(q)
-        yield Sequence(b, q, k, v, scale, offset, features.window_left, right, features, sizes), rows
+        sequence = Sequence(b, q, k, v, scale, offset, features.window_left, right, features, sizes)
+        if features.page_table is not None:
+            _leave_pages_behind(sequence, features.page_table[b], key.shape[0])
+        yield sequence, rows
+
+
+def _leave_pages_behind(sequence: Sequence, table: Tensor, pages: int) -> None:
+    """Zeros as keys and values that a window has left behind: their pages may be gone, the others may not."""
+    end = 0 if sequence.left == NO_LIMIT else min(len(sequence.k), max(0, sequence.offset - sequence.left))
+    gone = slice(sequence.prefix, end)
+    sequence.k[gone] = sequence.v[gone] = 0.0
+    size, padding = sequence.sizes.page_size, sequence.features.leftpad_k
+    first = 0 if padding is None else int(padding[sequence.number])
+    begin = -(-(first + sequence.prefix) // size) if sequence.prefix else 0
+    used = table[: -(-(first + len(sequence.k)) // size)]  # what stands behind those means nothing
+    _check_range("page_table", torch.cat((used[:begin], used[max(begin, (first + end) // size) :])), pages)
 
 
 def keys_of(tensor: Tensor, b: int, features: Features) -> Tensor:
@@ -66,7 +82,10 @@ def keys_of(tensor: Tensor, b: int, features: Features) -> Tensor:
         pages = features.page_table[b]
         if used is not None:
             pages = pages[: -(-used // tensor.shape[1])]
-        rows = tensor.index_select(0, pages).flatten(0, 1)
+        if len(tensor) == 0:
+            _check_range("page_table", pages, 0)
+        # Of what a window left behind, any: _leave_pages_behind().
+        rows = tensor.index_select(0, pages.clamp(0, len(tensor) - 1)).flatten(0, 1)
     elif features.cu_seqlens_k is not None:
         rows = tensor[int(features.cu_seqlens_k[b]) : int(features.cu_seqlens_k[b + 1])]
     else:
@@ -239,12 +258,6 @@ def check_contents(query: Tensor, key: Tensor, features: Features, sizes: Sizes)
     for name in ("seqused_q", "seqused_k", "leftpad_k", "prefix_lengths"):
         _check_range(name, getattr(features, name), None)
     _check_range("cache_batch_idx", features.cache_batch_idx, key.shape[0])
-    if (table := features.page_table) is not None:
-        if (used := features.seqused_k) is not None:
-            # What stands behind the pages in use means nothing.
-            pages = (used + (sizes.page_size - 1)) // sizes.page_size
-            table = table[torch.arange(table.shape[1]) < pages.unsqueeze(1)]
-        _check_range("page_table", table, key.shape[0])
     if (counts := features.block_counts) is not None and (indices := features.block_indices) is not None:
         entries = indices.shape[-1]
         _check_range("block_counts", counts, entries + 1)

@@ -143,6 +143,19 @@ struct alignas(16) CommonView {
   }
 };
 
+/// Keys before a window, [begin, end), that a walk meets beside those that it is for, though no query of the tile sees
+/// them. Where keys are in pages, theirs may be gone: such keys count as zeros, and their pages are not looked up.
+struct LeftBehind {
+  int begin = 0, end = 0;
+
+  LeftBehind() = default;
+  FMHA_HOST_DEVICE LeftBehind(VisibleKeys const& of_first) : begin(of_first.prefix), end(of_first.begin) {}
+  /// Of the `count` keys from `key` on: all of them.
+  FMHA_HOST_DEVICE bool has(int key, int count) const { return key >= begin && key + count <= end; }
+  /// A key that is not among them, in place of `key` where these are; whose page there is.
+  FMHA_HOST_DEVICE int kept(int key, int count) const { return !has(key, count) ? key : begin > 0 ? 0 : end; }
+};
+
 // ---- the other direction: a walk over queries, as gradients of keys and values take it
 
 /// Queries that see a key, so far as masks given by ranges go: [begin, end).

@@ -173,6 +173,7 @@ struct BlockKeys {
   CUTE_DEVICE bool is_whole(int begin) const {
     if (begin + C.tile_n > place().sequence.keys || !has_all_dimensions() || !p.vectors) return false;
     if (p.page_table == nullptr) return true;
+    if (place().behind.has(begin, C.tile_n)) return false;  // its page may be gone
     int const row = place().sequence.first_k + begin;
     return p.by_page_size.quotient(row) == p.by_page_size.quotient(row + C.tile_n - 1);
   }
@@ -201,8 +202,9 @@ struct BlockKeys {
     CUTE_NO_UNROLL
     for (int pass = 0; pass < KLoader::kPasses; ++pass) {
       int const key = begin + Order::of_row(KLoader::first_row(thread)) + Order::of_row(pass * KLoader::kRowsPerPass);
-      bool const there = key < place().sequence.keys;
-      int const named = smaller(key, place().sequence.keys - 1);  // some row that exists
+      LeftBehind const& behind = place().behind;
+      bool const there = key < place().sequence.keys && !behind.has(key, 1);
+      int const named = behind.kept(smaller(key, place().sequence.keys - 1), 1);  // some row that exists
       KLoader::load_row(k_to, pass, k + key_offset(p.k_stride, named), there ? p.head_dim - KLoader::column(thread) : 0,
                         p.vectors);
       VLoader::load_row(v_to, pass, v + key_offset(p.v_stride, named),

@@ -94,8 +94,8 @@ struct FewQueryFeatureKeys {
   int const last_begin;   ///< the first key of step 0, unless a list of blocks says which keys a step has
   bool const regular;     ///< rows of whole vectors, and no run of keys lies in two pages
   bool const listed;      ///< by a list of blocks
-  bool const whole;       ///< step 0 has all of its keys, and then each step
   CommonView const view;  ///< what the tile's queries see
+  bool const whole;       ///< step 0 has all of its keys, and then each step; so has the first run that is seen
   Rows k, v;
   uint32_t const k_offset, v_offset;  ///< this lane's for ldmatrix
   int page[kRuns];                    ///< of the runs of the step whose K is loaded next
@@ -113,8 +113,8 @@ struct FewQueryFeatureKeys {
         last_begin((walk.first + walk.skipped + walk.tiles - 1) * Shared::kStepKeys + key_part * C.tile_n),
         regular(p.vectors && (p.page_table == nullptr || sequence.first_k % kRun == 0)),
         listed(walk.blocks != nullptr),
-        whole(last_begin + C.tile_n <= sequence.keys),
         view(p, sequence, p.by_pack.quotient(tile.row_begin), last_query()),
+        whole(larger(last_begin + C.tile_n, first_run() + kRun) <= sequence.keys),
         k(lane_rows<KCopy>(p.k, p.k_stride, p.head_dim)),
         v(lane_rows<VCopy>(p.v, p.v_stride, p.head_dim_v)),
         k_offset(settled(Product::k_lane(lane))),
@@ -194,6 +194,9 @@ struct FewQueryFeatureKeys {
   CUTE_DEVICE int last_query() const {
     return smaller(p.by_pack.quotient(tile.row_begin + C.tile_m - 1), sequence.queries - 1);
   }
+  CUTE_DEVICE LeftBehind behind() const { return {{view.some_begin, view.some_end, view.prefix}}; }
+  /// Without a prefix, the first run of which a key is seen.
+  CUTE_DEVICE int first_run() const { return view.some_begin & -kRun; }
   CUTE_DEVICE ScoreBlock<C> block(int key_begin) const { return {p, sequence, tile, tile.row_begin, key_begin}; }
   CUTE_DEVICE uint32_t k_tile(int step) const {
     return Shared::kKOffset + (uint32_t(step) % C.stages * C.kv_warps + key_part) * KCopy::kBytes;
@@ -219,10 +222,12 @@ struct FewQueryFeatureKeys {
     cute::cp_async_fence();
   }
 
-  /// Where keys are in pages: the first row of a run of a step, also of one after the last.
+  /// Where keys are in pages: the first row of a run of a step, also of one after the last. In place of a run that a
+  /// window left behind, whose page may be gone, one of the first that are there.
   CUTE_DEVICE int row_of_run(int step, int run) const {
-    int const key = last_begin - step * Shared::kStepKeys + run * kRun;
-    return sequence.first_k + larger(0, smaller(key, sequence.keys - 1));
+    int const key = smaller(last_begin - step * Shared::kStepKeys + run * kRun, sequence.keys - 1);
+    int const kept = view.prefix > 0 ? 0 : first_run();
+    return sequence.first_k + (key < kept || behind().has(key, kRun) ? kept : key);
   }
   /// Where the runs of a step stand in their pages, and a look at what pages the next step's are in: it takes as long
   /// as a copy does, so the answer is for the next call.
@@ -262,19 +267,20 @@ struct FewQueryFeatureKeys {
       from += Tile::kRowsPerPass * rows.stride;
     }
   }
-  /// The same where keys may be missing at the end.
+  /// The same where keys may be missing: at the end, or those that a window left behind.
   template <class Tile>
   CUTE_DEVICE void copy_some_keys(uint32_t to, Rows const& rows, Strides const& stride, int begin) const {
     constexpr int kRunPasses = kRun / Tile::kRowsPerPass;
     int const first = Tile::first_row(lane), keys = sequence.keys - begin - first;
     CUTE_UNROLL
     for (int run = 0; run < C.tile_n / kRun; ++run) {
-      int const row = sequence.first_k + smaller(begin + run * kRun, sequence.keys - 1);
+      bool const gone = behind().has(begin + run * kRun, kRun);
+      int const row = sequence.first_k + behind().kept(smaller(begin + run * kRun, sequence.keys - 1), kRun);
       Word const* from = rows.column + key_row_offset(p, stride, sequence, row) + first * rows.stride;
       CUTE_UNROLL
       for (int pass = run * kRunPasses; pass < (run + 1) * kRunPasses; ++pass) {
         Tile::load(smem + to, Tile::offset(rows.offset, pass), from,
-                   pass * Tile::kRowsPerPass < keys ? rows.dimensions : 0);
+                   pass * Tile::kRowsPerPass < keys && !gone ? rows.dimensions : 0);
         from += Tile::kRowsPerPass * rows.stride;
       }
     }
@@ -285,9 +291,10 @@ struct FewQueryFeatureKeys {
     CUTE_NO_UNROLL
     for (int pass = 0; pass < Tile::kPasses; ++pass) {
       int const key = begin + Tile::first_row(lane) + pass * Tile::kRowsPerPass;
-      int const row = sequence.first_k + smaller(key, sequence.keys - 1);  // there may be none; then nothing is read
+      // There may be none, or a window left it behind; then nothing is read.
+      int const row = sequence.first_k + behind().kept(smaller(key, sequence.keys - 1), 1);
       Word const* const from = rows.column + key_row_offset(p, stride, sequence, row);
-      int const there = key < sequence.keys ? rows.dimensions : 0;
+      int const there = key < sequence.keys && !behind().has(key, 1) ? rows.dimensions : 0;
       if (p.vectors) {
         Tile::load(smem + to, Tile::offset(rows.offset, pass), from, there);
       } else {

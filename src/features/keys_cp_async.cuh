@@ -111,7 +111,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   /// Of its rows in a tile, the first one's key.
   CUTE_DEVICE static int first_key(int thread) { return Order::of_row(KLoader::first_row(thread % kHalfThreads)); }
 
-  /// Rows that stand anywhere; keys that don't exist become zeros.
+  /// Rows that stand anywhere; keys that don't exist, or that a window left behind, become zeros.
   template <class Loader, bool First>
   CUTE_DEVICE void bring_rows(char* to, Strides const& stride, int dimensions, int tile, int thread) const {
     Sequence const& s = place().sequence;
@@ -120,7 +120,9 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
     CUTE_NO_UNROLL
     for (int pass = 0; pass < Loader::kPasses; ++pass) {
       int const key = first_key(thread) + Order::of_row(pass * Loader::kRowsPerPass);
-      int const named = smaller(begin + key, s.keys - 1);  // some row that exists
+      LeftBehind const& behind = place().behind;
+      int const named = behind.kept(smaller(begin + key, s.keys - 1), 1);  // some row that exists
+      bool const there = begin + key < s.keys && !behind.has(begin + key, 1);
       int64_t offset = named * stride.seqlen;
       if (p.page_table != nullptr) {
         int const row = s.first_k + named;
@@ -128,7 +130,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
                                                  : page_number(p, s, row);
         offset = page_row_offset(p, stride, page, row);
       }
-      Loader::load_vectors(to, pass, from + offset, begin + key < s.keys ? dimensions : 0);
+      Loader::load_vectors(to, pass, from + offset, there ? dimensions : 0);
     }
   }
 };

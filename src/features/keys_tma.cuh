@@ -123,11 +123,13 @@ struct TmaFeatureProducer {
   CUTE_DEVICE void request_pages(TensorMap const& map, uint64_t* barrier, char* to, bool values, int tile) const {
     auto const& at = Shared::place(smem);
     cute::set_barrier_transaction_bytes(*barrier, Tile::kBytes);
+    bool const by_runs = p.keys_stand == KeysStand::page_runs;
     CUTE_NO_UNROLL
-    for (int run = 0; run < (p.keys_stand == KeysStand::page_runs ? Shared::kRuns : 1); ++run) {
+    for (int run = 0; run < (by_runs ? Shared::kRuns : 1); ++run) {
       int const key = row - tile * C.tile_n + run * kPageRun;
-      // Runs that don't exist are read as zeros, from beyond a page: the table need not name one.
-      bool const exists = !First || key < at.sequence.keys;
+      // Runs that don't exist, or that a window left behind, are read as zeros, from beyond a page: the table need not
+      // name one.
+      bool const exists = (!First || key < at.sequence.keys) && !at.behind.has(key, by_runs ? kPageRun : C.tile_n);
       int const page = !exists ? 0 : First ? page_number(p, at.sequence, key) : Shared::pages(smem, values, tile)[run];
       Tile::load_rows(map, barrier, to, run * kPageRun, exists ? row_in_page(p, key) : p.page_size, at.head_kv, page);
     }

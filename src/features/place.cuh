@@ -11,13 +11,15 @@ namespace cutlass_fmha {
 template <class Element>
 struct TilePlace {
   Element const *k, *v;  ///< the first row of the head's keys, or of its first page
-  int head_kv;
+  LeftBehind behind;     ///< where keys are in pages
   KeyWalk walk;
   Sequence sequence;
   FeatureTile tile;
+  int head_kv;
 
   CUTE_DEVICE TilePlace(FeatureParams const& p, Sequence const& sequence, FeatureTile const& tile, KeyWalk const& walk)
-      : head_kv(p.by_group.quotient(tile.head)), walk(walk), sequence(sequence), tile(tile) {
+      : walk(walk), sequence(sequence), tile(tile), head_kv(p.by_group.quotient(tile.head)) {
+    if (p.page_table != nullptr) behind = visible_keys(p, sequence, p.by_pack.quotient(tile.row_begin));
     k = first_row(p, p.k, p.k_stride);
     v = first_row(p, p.v, p.v_stride);
   }

@@ -111,7 +111,9 @@ CUTE_DEVICE void ask_for_page(FeatureParams const& p, char* smem, bool values, i
   using Shared = FeatureTileLayout<C>;
   if (run >= Shared::kRuns) return;
   Sequence const& s = Shared::place(smem).sequence;
-  int const row = s.first_k + key_begin + run * kPageRun;
+  // A tile that lies in one page is looked up as a whole.
+  int const count = p.keys_stand == KeysStand::whole_pages ? C.tile_n : kPageRun;
+  int const row = s.first_k + Shared::place(smem).behind.kept(key_begin + run * kPageRun, count);
   int const* const entry = p.page_table + s.batch * p.page_table_stride + p.by_page_size.quotient(row);
   cute::SM80_CP_ASYNC_CACHEALWAYS<int>::copy(*entry, Shared::pages(smem, values, tile)[run]);
 }

@@ -29,6 +29,7 @@ struct WideScoredStorage : WideSteps<C, T, kWideStages> {
   FeatureTile tile;
   Sequence sequence;
   KeyWalk walk;
+  LeftBehind behind;
 };
 
 template <WideScoredConfig C, class T>
@@ -69,7 +70,7 @@ struct WideScored {
   CUTE_DEVICE void find_keys(int number) const {
     if (thread >= C.tile_n || number >= shared.walk.tiles) return;
     int const begin = shared.walk.key_begin(p, number, C.tile_n), key = begin + thread;
-    bool const exists = key < sequence.keys;
+    bool const exists = key < sequence.keys && !shared.behind.has(key, 1);
     auto const place = [&](Strides const& stride) FMHA_INLINE {
       return exists
                  ? key_entry_offset(p, stride, sequence) + key_row_offset(p, stride, sequence, sequence.first_k + key) +
@@ -336,6 +337,7 @@ CUTE_DEVICE void wide_scored(FeatureParams const& p) {
     int const first = query_row(p, tile, tile.row_begin).query;
     int const end = query_row(p, tile, tile.row_begin + rows_of(p, tile, C.tile_m) - 1).query + 1;
     shared.walk = walk_of(p, sequence, tile, first, end, C.tile_n);
+    shared.behind = visible_keys(p, sequence, first);
   }
   __syncthreads();
   WideScored<C, typename WideScalar<C.dtype>::type> block{p, shared};
