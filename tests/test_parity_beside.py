@@ -14,6 +14,7 @@ from oracle_beside import Gated, Mlp, RmsNorm
 from test_parity_helpers import DTYPES, backend, by_dtype, drawn, kernels_only, laid_out, randn  # noqa: F401
 
 from cutlass_fmha.gates import geglu, gelu_and_mul, silu_and_mul, swiglu, swiglu_mlp
+from cutlass_fmha.launch import helpers
 from cutlass_fmha.norm import rms_norm
 
 OPS = torch.ops.cutlass_fmha
@@ -54,14 +55,18 @@ def run_norm(
 #: Lanes of a part of a warp, a warp, several; 1 to 8 vectors; rows that are read twice; odd ones. Several rows of each
 #: group of lanes, and the last groups without one; partial sums of all blocks.
 SHAPES = [(3, n) for n in (1, 7, 8, 40, 64, 128, 520, 1000, 1024, 2056, 4096, 8192, 8200, 16384, 20001, 65536)]
-SHAPES += [(301, 64), (37, 1536)]
+SHAPES += [(301, 64), (37, 1536), (1, 2048)]
 
 
 @by_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype):
-    run_norm(shape, dtype, weighted=dtype)
-    run_norm(shape, dtype, weighted=torch.float32 if dtype != torch.float64 else dtype, summed=True)
+def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    for weight_offset in (0.0, 1.0):
+        run_norm(shape, dtype, weighted=dtype, weight_offset=weight_offset)
+        weighted = torch.float32 if dtype != torch.float64 else dtype
+        run_norm(shape, dtype, weighted=weighted, summed=True, weight_offset=weight_offset)
+        # Few rows are those whose blocks all run at once: none in a simulator, which has room for two.
+        monkeypatch.setattr(helpers, "resident_blocks", lambda x, per_sm: 132 * per_sm)
 
 
 @by_dtype

@@ -151,7 +151,8 @@ void launch(Row const& row, RmsNormBackwardParams const& params, int device, cud
   p.parts = sums ? p.row_blocks : 0;
   int64_t const grid = int64_t(p.row_blocks) + (p.dweight && !sums ? beside : 0);
   require(grid <= INT_MAX, [] { return "rms_norm_backward takes fewer rows"; });
-  int const smem_bytes = kept ? ask_ahead(p, row, threads, kVectors * (p.dsum ? 3 : 2), turns) : 0;
+  p.once = few;
+  int const smem_bytes = kept && !few ? ask_ahead(p, row, threads, kVectors * (p.dsum ? 3 : 2), turns) : 0;
   set_places(p, unsigned(grid), threads, device);
   launch_kernel(row, dim3(unsigned(grid)), &p, device, stream, threads, smem_bytes);
   if (!sums) return;

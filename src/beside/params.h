@@ -80,6 +80,7 @@ struct RmsNormBackwardParams : RowsParams {
 
   // Set by launch().
   Walk walk;
+  bool once;                   ///< a group of lanes has one row at most, and its block no partial sum
   int lanes_log2, row_blocks;  ///< blocks of dx, which come first
   int stages;                  ///< rows of a group of lanes that are on their way at once
   float per_dim;

@@ -14,6 +14,103 @@ struct RmsNormBackwardShared {
   alignas(16) float columns[kColumns];  ///< where groups meet
 };
 
+/// weight + weight_offset of a vector's columns; 1 where there is no weight.
+template <class W, int Width>
+__device__ void read_factors(RmsNormBackwardParams const& p, Chunk<W, Width> const& chunk, float (&weight)[Width]) {
+  if (p.weight) read(chunk, weight);
+#pragma unroll
+  for (int k = 0; k < Width; ++k) weight[k] = p.weight ? weight[k] + p.weight_offset : 1.f;
+}
+
+/// Of a vector: g is dout before, and dout weight rstd then; adds to its columns' dweight and to the row's sum of g x.
+template <int Width>
+__device__ void scale(float rstd, float const (&weight)[Width], float const (&x)[Width], float (&g)[Width],
+                      float (&dweight)[Width], float& product) {
+#pragma unroll
+  for (int k = 0; k < Width; ++k) {
+    g[k] *= rstd;
+    dweight[k] = fmaf(g[k], x[k], dweight[k]);
+    g[k] *= weight[k];
+    product = fmaf(g[k], x[k], product);
+  }
+}
+
+/// Stores a vector of dx, g - x slope + dsum.
+template <bool Summed, class T, int Width>
+__device__ void store_gradient(void* dx, int64_t at, float slope, float const (&x)[Width], float (&g)[Width],
+                               Chunk<T, Width> const& dsum) {
+#pragma unroll
+  for (int k = 0; k < Width; ++k) g[k] = fmaf(-x[k], slope, g[k]);
+  if constexpr (Summed) {
+    float d[Width];
+    read(dsum, d);
+#pragma unroll
+    for (int k = 0; k < Width; ++k) g[k] += d[k];
+  }
+  store_rounded<T>(dx, at, g);
+}
+
+/// Few rows: each group of lanes has one at most, up to `Vectors` vectors of it in a lane. What a row takes is the time
+/// of what follows the wait, one thing after the other: addresses are there before, and all loads on their way at once.
+template <class T, class W, int Vectors, bool Summed>
+__device__ void norm_backward_once(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
+  constexpr int kElements = kWidth<T>;
+  using Values = Chunk<T, kElements>;
+  using Factors = Chunk<W, kElements>;
+  Lane const lane(p.lanes_log2, int(blockDim.x));
+  bool const there = lane.row < p.rows;  // lanes without a row go along
+  int const row = there ? int(lane.row) : 0, end = there ? p.dim : 0;
+  int const first = lane.lane * kElements, step = lane.lanes * kElements;
+  auto const begin_of = [&](void const* tensor, Strides const& s) {
+    return static_cast<T const*>(tensor) + offset_of(p, row, s) + first;
+  };
+  T const* from = begin_of(p.x, p.x_stride);
+  T const* gradient = begin_of(p.dout, p.dout_stride);
+  T const* other = Summed ? begin_of(p.dsum, p.dsum_stride) : from;
+  T* to = static_cast<T*>(p.dx) + offset_of(p, row, p.dx_stride) + first;
+  W const* factors = static_cast<W const*>(p.weight) + first;
+  float const* scales = p.rstd + row;
+  auto const prefetch = [&] {
+    prefetch_to_l2(scales);
+#pragma unroll
+    for (int n = 0; n < Vectors; ++n) {
+      if (first + n * step >= end) continue;
+      prefetch_to_l2(from + n * step);
+      prefetch_to_l2(gradient + n * step);
+      if (p.weight) prefetch_to_l2(factors + n * step);
+      if constexpr (Summed) prefetch_to_l2(other + n * step);
+    }
+  };
+  wait_prefetching(p.rows > 0, p.early, prefetch, from, gradient, other, to, factors, scales);
+
+  Values x[Vectors], dout[Vectors], dsum[Vectors];
+  Factors weight[Vectors];
+  float const rstd = *scales;
+#pragma unroll
+  for (int n = 0; n < Vectors; ++n) {
+    x[n] = dout[n] = Values{}, weight[n] = Factors{};
+    if (first + n * step >= end) continue;
+    x[n] = Values::load(from + n * step);
+    dout[n] = Values::load(gradient + n * step);
+    if (p.weight) weight[n] = Factors::load(factors + n * step);
+    if constexpr (Summed) dsum[n] = Values::load(other + n * step);
+  }
+  float a[Vectors][kElements], g[Vectors][kElements], product = 0.f;
+#pragma unroll
+  for (int n = 0; n < Vectors; ++n) {
+    float w[kElements], columns[kElements] = {};  // other blocks add up those
+    read(x[n], a[n]);
+    read(dout[n], g[n]);
+    read_factors(p, weight[n], w);
+    scale(rstd, w, a[n], g[n], columns, product);
+  }
+  float const mean = sum_over_lanes(product, p.lanes_log2, shared.sums[0]) * p.per_dim, slope = rstd * mean * rstd;
+#pragma unroll
+  for (int n = 0; n < Vectors; ++n) {
+    if (first + n * step < end) store_gradient<Summed>(to, n * step, slope, a[n], g[n], dsum[n]);
+  }
+}
+
 /// Whole rows, up to `Vectors` vectors of each in a lane. A block goes from row to row, with weights and sums of
 /// dweight in registers and the next rows on their way. Several vectors: what a row costs besides its elements is
 /// shared.
@@ -21,6 +118,7 @@ template <class T, class W, int Vectors, bool Summed>
 __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
   constexpr int kElements = kWidth<T>;
   using Values = Chunk<T, kElements>;
+  using Factors = Chunk<W, kElements>;
   using Floats = float[Vectors][kElements];
   Group const at(p.lanes_log2);
   int const first = at.lane * kElements, step = at.lanes * kElements;
@@ -59,16 +157,16 @@ __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackw
   auto const rstd_of = [&](unsigned row) { return row < unsigned(p.rows) ? p.rstd[row] : 0.f; };
   for (int n = 0; n < p.stages; ++n, asked += turn) ask(asked);
   float next = rstd_of(row);
-  Floats weight, dweight;
+  Factors factors[Vectors];
 #pragma unroll
   for (int n = 0; n < Vectors; ++n) {
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) weight[n][k] = 1.f, dweight[n][k] = 0.f;
+    factors[n] = Factors{};
     if (!p.weight || first + n * step >= p.dim) continue;
-    Chunk<W, kElements>::load(static_cast<W const*>(p.weight) + first + n * step).read(weight[n]);
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) weight[n][k] += p.weight_offset;
+    factors[n] = Factors::load(static_cast<W const*>(p.weight) + first + n * step);
   }
+  Floats weight, dweight = {};
+#pragma unroll
+  for (int n = 0; n < Vectors; ++n) read_factors(p, factors[n], weight[n]);
 
   bool odd = false;
   for (unsigned begin = blockIdx.x * at.groups; begin < unsigned(p.rows); begin += turn, row += turn, asked += turn) {
@@ -83,13 +181,7 @@ __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackw
       read(ahead.template values<T>(n), x[n]);
       read(ahead.template values<T>(Vectors + n), g[n]);
       if constexpr (Summed) other[n] = ahead.template values<T>(2 * Vectors + n);
-#pragma unroll
-      for (int k = 0; k < kElements; ++k) {
-        g[n][k] *= rstd;
-        dweight[n][k] = fmaf(g[n][k], x[n][k], dweight[n][k]);
-        g[n][k] *= weight[n][k];
-        product = fmaf(g[n][k], x[n][k], product);
-      }
+      scale(rstd, weight[n], x[n], g[n], dweight[n], product);
     }
     ask(asked);
     float const mean = sum_over_lanes(product, p.lanes_log2, shared.sums[odd]) * p.per_dim, slope = rstd * mean * rstd;
@@ -98,16 +190,7 @@ __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackw
     int64_t const to = offset_of(p, end ? int(row) : 0, p.dx_stride) + first;
 #pragma unroll
     for (int n = 0; n < Vectors; ++n) {
-      if (first + n * step >= end) continue;
-#pragma unroll
-      for (int k = 0; k < kElements; ++k) g[n][k] = fmaf(-x[n][k], slope, g[n][k]);
-      if constexpr (Summed) {
-        float d[kElements];
-        read(other[n], d);
-#pragma unroll
-        for (int k = 0; k < kElements; ++k) g[n][k] += d[k];
-      }
-      store_rounded<T>(p.dx, to + n * step, g[n]);
+      if (first + n * step < end) store_gradient<Summed>(p.dx, to + n * step, slope, x[n], g[n], other[n]);
     }
   }
   ahead.template wait_but<0>();
@@ -184,25 +267,48 @@ __device__ void norm_backward_long(RmsNormBackwardParams const& p, RmsNormBackwa
 }
 
 /// Columns of dweight from all rows, beside the blocks of dx and without a second launch: of few rows, or of
-/// those that are read twice.
-template <class T, int Width>
+/// those that are read twice. D: dout's type.
+template <class T, class D, int Width>
 __device__ void norm_columns(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
   using P = RmsNormBackwardParams;
-  wait_for_kernels_ahead();
   constexpr int kColumns = Width == 1 ? P::kColumns : P::kColumnsBeside, kLanes = kColumns / Width;
+  constexpr int kAtOnce = 4;  // rows of a thread that are on their way
   int const thread = int(threadIdx.x), lane = thread % kLanes, warps = int(blockDim.x) / 32;
   int const first = (int(blockIdx.x) - p.row_blocks) * kColumns, column = first + lane * Width;
+  unsigned const rows = unsigned(p.rows), step = blockDim.x / kLanes;
+  unsigned number = thread / kLanes;
+  T const* x;
+  D const* dout;
+  float const* rstd;
+  auto const find = [&](unsigned wanted) {
+    int const row = wanted < rows ? int(wanted) : 0;
+    x = static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride) + column;
+    dout = static_cast<D const*>(p.dout) + offset_of(p, row, p.dout_stride) + column;
+    rstd = p.rstd + row;
+  };
+  find(number);  // before the wait, which is all where rows are few
+  wait_with(rows > 0, x, dout, rstd);
   float sum[Width] = {};
-  if (column < p.dim) {
-#pragma unroll 4
-    for (unsigned number = thread / kLanes; number < unsigned(p.rows); number += blockDim.x / kLanes) {
-      int const row = int(number);
-      float a[Width], d[Width];
-      Chunk<T, Width>::load(static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride) + column).read(a);
-      read_as<T>(p.out_type, p.dout, offset_of(p, row, p.dout_stride) + column, d);
-      float const rstd = p.rstd[row];
+  for (; column < p.dim && number < rows; number += kAtOnce * step) {
+    Chunk<T, Width> values[kAtOnce];
+    Chunk<D, Width> gradients[kAtOnce];
+    float scales[kAtOnce];
 #pragma unroll
-      for (int k = 0; k < Width; ++k) sum[k] = fmaf(d[k], a[k] * rstd, sum[k]);
+    for (int n = 0; n < kAtOnce; ++n) {
+      if (number + n * step >= rows) continue;
+      values[n] = Chunk<T, Width>::load(x);
+      gradients[n] = Chunk<D, Width>::load(dout);
+      scales[n] = *rstd;
+      find(number + (n + 1) * step);
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      if (number + n * step >= rows) continue;
+      float a[Width], d[Width];
+      read(values[n], a);
+      read(gradients[n], d);
+#pragma unroll
+      for (int k = 0; k < Width; ++k) sum[k] = fmaf(d[k], a[k] * scales[n], sum[k]);
     }
   }
 #pragma unroll
@@ -218,9 +324,28 @@ __device__ void norm_columns(RmsNormBackwardParams const& p, RmsNormBackwardShar
   write_as<T>(p.weight_type, p.dweight, first + thread, total);
 }
 
+template <class T, int Width>
+__device__ void norm_columns_of_any(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
+  if (p.out_type == kTypeOf<T>) return norm_columns<T, T, Width>(p, shared);
+  if constexpr (!std::is_same_v<T, float>) {
+    norm_columns<T, float, Width>(p, shared);
+  } else if (p.out_type == DType::float16) {
+    norm_columns<T, __half, Width>(p, shared);
+  } else {
+    norm_columns<T, __nv_bfloat16, Width>(p, shared);
+  }
+}
+
+template <class T, class W, int Vectors, bool Summed>
+__device__ void norm_backward_kept(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
+  if (!p.once) return norm_backward_ahead<T, W, Vectors, Summed>(p, shared);
+  p.dim <= kWidth<T> << p.lanes_log2 ? norm_backward_once<T, W, 1, Summed>(p, shared)
+                                     : norm_backward_once<T, W, Vectors, Summed>(p, shared);
+}
+
 template <class T, class W, int Vectors>
 __device__ void norm_backward_by_rows(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
-  p.dsum ? norm_backward_ahead<T, W, Vectors, true>(p, shared) : norm_backward_ahead<T, W, Vectors, false>(p, shared);
+  p.dsum ? norm_backward_kept<T, W, Vectors, true>(p, shared) : norm_backward_kept<T, W, Vectors, false>(p, shared);
 }
 
 template <class T, int Vectors = RmsNormBackwardParams::kVectors>
@@ -228,8 +353,9 @@ __device__ void rms_norm_backward(RmsNormBackwardParams const& p) {
   __shared__ RmsNormBackwardShared shared;
   start_dependents();
   bool const columns = int(blockIdx.x) >= p.row_blocks;
-  if (p.walk == Walk::elements) return columns ? norm_columns<T, 1>(p, shared) : norm_backward_long<T, 1>(p, shared);
-  if (columns) return norm_columns<T, kWidth<T>>(p, shared);
+  if (columns && p.walk == Walk::elements) return norm_columns_of_any<T, 1>(p, shared);
+  if (columns) return norm_columns_of_any<T, kWidth<T>>(p, shared);
+  if (p.walk == Walk::elements) return norm_backward_long<T, 1>(p, shared);
   if (p.walk == Walk::vectors) return norm_backward_long<T, kWidth<T>>(p, shared);
   if (p.weight_type == kTypeOf<T>) return norm_backward_by_rows<T, T, Vectors>(p, shared);
   if constexpr (!std::is_same_v<T, float>) norm_backward_by_rows<T, float, Vectors>(p, shared);

@@ -1,5 +1,6 @@
 // Ops beside attention by their own launches, bf16: us and the share of a copy's rate, at 64 KiB, 1 MiB, 64 MiB and
-// 256 MiB of the first tensor; results against plain kernels in fp64. launches.sh compiles it against several sources.
+// 256 MiB of the first tensor; `few`: gradients of norms from a single row on, rows of 2048 and 4096. Results against plain
+// kernels in fp64. launches.sh compiles it against several sources.
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <cmath>
@@ -7,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <string>
 #include <vector>
 #include "beside/gated.cuh"
 #include "beside/rms_norm.cuh"
@@ -162,7 +164,7 @@ std::vector<int64_t> sizes{8 << 10, 64 << 10, 256 << 10, 1 << 20, 64 << 20, 256 
 // moved: in quarters of the first tensor
 void line(char const* op, int quarters, std::function<Launch(int64_t)> run, std::function<void(int64_t)> check) {
   float zero = 0, found; CK(cudaMemcpyToSymbol(worst, &zero, 4));
-  for (int64_t b : {1 << 20, 1 << 16, 12 << 20}) {
+  for (int64_t b : {1 << 13, 1 << 20, 1 << 16, 12 << 20}) {
     for (int i : {4, 5}) CK(cudaMemsetAsync(A[i], 0xff, b, stream));
     CK(cudaMemsetAsync(DW, 0xff, 65536, stream)); CK(cudaMemsetAsync(sums, 0, 65536, stream)); CK(cudaMemsetAsync(partial, 0xff, 8 << 20, stream));
     for (int i = 0; i < 2; ++i) run(b)(0);
@@ -210,13 +212,15 @@ void norm_lines() {
       p.x_stride = p.out_stride = p.residual_stride = p.sum_stride = {0, 0, 4096};
       launch(kNorm, p, 0, stream); }; },
     [=](int64_t b) { ref_norm<<<int(b / 8192), 32>>>(A[0], sum ? A[1] : nullptr, W, A[4], 4096); });
-  for (bool sum : {false, true}) line(sum ? "res_b" : "rms_b", sum ? 16 : 12, [=](int64_t b) -> Launch { return [=](int64_t at) {
-      RmsNormBackwardParams p{}; describe(p, b / 8192, 4096);
+}
+void norm_backward_lines(int dim) {
+  for (bool sum : {false, true}) line(((sum ? "res_b" : "rms_b") + (dim == 4096 ? "" : std::to_string(dim))).c_str(), sum ? 16 : 12, [=](int64_t b) -> Launch { return [=](int64_t at) {
+      RmsNormBackwardParams p{}; describe(p, b / (2 * dim), dim);
       p.x = A[0] + at; p.dout = A[1] + at; p.dx = A[4] + at; if (sum) p.dsum = A[2] + at;
       p.weight = W; p.rstd = rstd; p.dweight = DW; p.partial = partial; p.parts = NORM_BLOCKS * 132; p.out_type = p.weight_type = DType::bfloat16;
-      p.x_stride = p.dout_stride = p.dx_stride = p.dsum_stride = {0, 0, 4096};
+      p.x_stride = p.dout_stride = p.dx_stride = p.dsum_stride = {0, 0, dim};
       launch(kNormB, p, 0, stream); }; },
-    [=](int64_t b) { ref_norm_b<<<int(b / 8192), 32>>>(A[0], A[1], sum ? A[2] : nullptr, W, rstd, A[4], 4096, sums); compare<<<1, 256>>>(DW, sums, 4096, 0.5); });
+    [=](int64_t b) { ref_norm_b<<<int(b / (2 * dim)), 32>>>(A[0], A[1], sum ? A[2] : nullptr, W, rstd, A[4], dim, sums); compare<<<1, 256>>>(DW, sums, dim, 0.5); });
 }
 void gated_lines() {
   line("swiglu", 12, [](int64_t b) -> Launch { return [=](int64_t at) {
@@ -242,6 +246,8 @@ int main(int count, char** given) {
   for (int i : {0, 1}) { CK(cudaMalloc(&tables[i], kArena / 64 * 4)); fill_f<<<64, 256>>>(tables[i], kArena / 64, 0.7f + i); }
   CK(cudaDeviceSynchronize());
   if (what.find("rope") != what.npos) rope_lines();
-  if (what.find("norm") != what.npos) norm_lines();
+  if (what.find("norm") != what.npos) norm_lines(), norm_backward_lines(4096);
   if (what.find("gated") != what.npos) gated_lines();
+  sizes = {4 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 64 << 20};
+  if (what.find("few") != what.npos) norm_backward_lines(2048), sizes.erase(sizes.begin()), norm_backward_lines(4096);
 }
