@@ -16,7 +16,7 @@ set(FMHA_HELPER_KERNELS
   "gated GatedParams f16 bf16 f32"
   "gated_backward GatedBackwardParams f16 bf16 f32"
   "backward_before BackwardParams f16 bf16 f32"
-  "backward_after BackwardParams f16 bf16"
+  "backward_after BackwardParams f16 bf16 f32"
   "backward_lists BackwardParams f16 bf16")
 # Threads of a block, and blocks that registers must leave room for on an SM, where nvcc is told: memory is busy while
 # enough bytes are on their way.

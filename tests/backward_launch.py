@@ -14,7 +14,7 @@ import oracle_gradients
 import torch
 from feature_tensors import Call
 from gpu import Guarded
-from launches import SPLIT_ERROR, UNKNOWN, fit_wide, whole_vectors, without
+from launches import SPLIT_ERROR, UNKNOWN, fit_head_dims, whole_vectors, without
 from operands import CAUSAL, GUARD, poison
 from problems import FILLS_WITHOUT_A_SCALE, MEMORY, SMALL_MEMORY, Problem, fitted
 from torch import Tensor
@@ -98,10 +98,9 @@ def listed(row: _C.Row) -> list[Problem]:
 
 def fit(problem: Problem, row: _C.Row) -> Problem:
     """The problem as a row can take it: with an output that is a number in the row's dtype."""
-    if row.family == "backward_wide":
-        return fit_wide(without(problem, *UNKNOWN["wide"], "indexed"), row)
     unknown = ("num_splits",) if row.scored else UNKNOWN["ranged"]
-    problem = whole_vectors(without(problem, *unknown, "page_size", "indexed", "pack"))
+    problem = without(problem, *unknown, "page_size", "indexed", "pack")
+    problem = fit_head_dims(problem, row) if row.family == "backward_wide" else whole_vectors(problem)
     if problem.fill == "huge-values" and row.dtype == "float16":  # which dropout scales up
         problem = replace(problem, dropout=0.0)
     return fitted(problem, row.head_dim, row.head_dim, *BLOCK)
@@ -158,10 +157,8 @@ class BackwardLaunch:
 
     @property
     def _names(self) -> list[str]:
-        """Of the gradients. A bias has none beside a softcap, nor in a fixed order where it is broadcast."""
-        problem, bias = self.problem, self.said.get("bias")
-        whole = (problem.batch, problem.num_heads, problem.seqlen_q, problem.capacity)
-        biased = bias is not None and not problem.softcap and (not self.deterministic or bias.shape == whole)
+        """Of the gradients. Beside a softcap, only wide rows have a bias's."""
+        biased = "bias" in self.said and (not self.problem.softcap or self.row.family == "backward_wide")
         found = [*"qkv"] + ["bias"] * biased + ["sinks"] * ("sinks" in self.said)
         return [name for name in found if name in (self.wanted or found)]
 

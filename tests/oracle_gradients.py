@@ -182,7 +182,7 @@ def _errors(
     allowed = products(wrong_ds, wrong_p, torch.abs, abs(s.scale))
     off = DEVIATIONS * term_variance.sqrt()
     if "bias" in summed_up:
-        share = (eps / 2 * t.p + least) * of_p.sqrt() + t.p * off + wrong
+        share = (eps / 2 * t.p + least) * of_p.sqrt() + t.p * off + wrong + FLUSHED * (t.ds != 0.0)  # as it is added
         # Of an element the score's own error, not the average.
         dot = q.norm(dim=-1, keepdim=True) * k.norm(dim=-1)[:, None]
         _add_broadcast(summed_up["bias"], s, share + product * abs(s.scale) * dot * t.p * size)

@@ -155,19 +155,22 @@ def test_the_least_head_dim_that_holds_both_is_chosen_or_the_nearest_rows_say_wh
 
 
 @pytest.mark.usefixtures("four_rows")
-def test_wide_rows_have_gradients_of_what_their_forward_knows():
-    kind = {"family": "backward_wide", "arch": 89, "dtype": "float32", "head_dim": 512, "scored": True}
-    row = SimpleNamespace(**kind, smem_bytes=60000, alignment=16)
-    asked = Problem(1, 64, 64, 4, 2, 300, "float32", features=("window", "bias", "varlen"), window=(-1, 5))
-    table = tables.Table((row,))
-    assert gradients.reasons(row, asked, L4, table, deterministic=True) == []
-    for change, sentence in (
-        ({"features": ("softcap", "mask")}, "has no softcap"),
-        ({"features": ("cache_batch_idx",)}, "has no cache_batch_idx"),
-        ({"features": ("window",), "window": (3, -1)}, "has no window with a left limit"),
-        ({"head_dim_v": 513}, "made for head dims up to 512, and the tensors have 300, value 513"),
+def test_wide_rows_know_all_scored_ones_do_and_a_bias_beside_a_softcap():
+    kind = {"arch": 89, "dtype": "float16", "scored": True, "smem_bytes": 60000, "alignment": 16}
+    wide, scored = (
+        SimpleNamespace(**kind, family=family, head_dim=head_dim, writes_scores=False)
+        for family, head_dim in (("backward_wide", 512), ("backward", 256))
+    )
+    names, table = ("window", "bias", "softcap"), tables.Table((wide, scored))
+    asked = Problem(1, 64, 64, 4, 2, 40, "float16", features=names, window=(3, 5), bias_gradient=True)
+    for row, change, sentences in (
+        (wide, {}, []),
+        (scored, {}, ["has no gradient of a bias beside a softcap"]),
+        (scored, {"bias_gradient": False}, []),
+        (wide, {"features": ("cache_batch_idx",)}, ["has no cache_batch_idx"]),
+        (wide, {"head_dim_v": 513}, ["made for head dims up to 512, and the tensors have 40, value 513"]),
     ):
-        assert gradients.reasons(row, replace(asked, **change), L4, table) == [sentence]
+        assert gradients.reasons(row, replace(asked, **change), L4, table, deterministic=True) == sentences
 
 
 @pytest.mark.usefixtures("two_routes")
@@ -252,6 +255,23 @@ def test_explain_says_which_route_deterministic_gradients_take_and_why():
     assert cutlass_fmha.explain(**given).winner == "ds"
 
 
+def test_a_broadcast_bias_in_a_fixed_order_has_sums_of_all_scores(monkeypatch: pytest.MonkeyPatch):
+    put_in_place(monkeypatch, {"name": "scored", "head_dim": 64, "tile_m": 64, "tile_n": 128, "scored": True})
+    made: list[Tensor] = []
+    monkeypatch.setattr(launch, "_zeros", lambda shape, *of: made.append(q.new_zeros(shape)) or made[-1])
+    shapes = ((1, 4, 5, 64), (1, 6, 5, 64), (1, 5, 4), (6,))
+    q, k, lse, bias = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in shapes)
+    said: dict[str, Any] = {"bias": bias}
+    given = (q, (q, k, k), q, lse.float(), None, 1.0, "none", said, (False, False, False, True, False))
+    for deterministic, most, sums in ((False, 0, 6), (True, 480, 120)):
+        said.update(deterministic=deterministic, deterministic_workspace=most)
+        found = launch.launch(*given, device=H200)
+        assert found[3].shape == (6,) and made[-1].numel() == sums
+    said["deterministic_workspace"] = 479
+    with pytest.raises(cutlass_fmha.UnsupportedError, match="480 bytes, and deterministic_workspace is 479"):
+        launch.launch(*given, device=H200)
+
+
 @pytest.mark.parametrize("head_dim", [20, 64])
 def test_gradients_lie_as_a_compiled_graph_expects(head_dim: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch.devices, "simulated", lambda built: L4)
@@ -282,13 +302,10 @@ def params(**changes: Any) -> _C.BackwardParams:
 
 
 def test_parameters_and_problems_that_a_row_does_not_take():
-    rows = [x for x in _C.backward_rows() if x.family in ("backward", "backward_wide")]
-    first, wide, scored = (
-        next((x for x in rows if getattr(x, name) == value), None)
-        for name, value in (("family", "backward"), ("family", "backward_wide"), ("scored", True))
-    )
+    rows = [x for x in _C.backward_rows() if x.family == "backward"]
+    first, scored = (next((x for x in rows if getattr(x, name)), None) for name in ("name", "scored"))
     many = {"batch": 2**29, "num_heads": 4, "lse_batch_stride": 0, "lse_head_stride": 0}
-    unknown = dict.fromkeys(("prefix_lengths", "alibi_slopes", "sinks"), SOMEWHERE) | {"window_left": 3, "softcap": 1.0}
+    capped = {"bias": SOMEWHERE, "bias_type": "float32", "dbias": SOMEWHERE, "softcap": 1.0}
     lists = {"block_counts": SOMEWHERE, "block_indices": SOMEWHERE, "block_m": 16, "block_n": 48}
     for row, changes, sentence in (
         *((first, {name: 0}, f"{name} must be an address") for name in ("dout", "lse")),
@@ -298,7 +315,7 @@ def test_parameters_and_problems_that_a_row_does_not_take():
         (first, {"head_dim_v": 0}, "head_dim_v must be between 1 and"),
         (first, {"dq_stride": (-1, 0, 0)}, "dq_stride must be between 0 and"),
         (first, many, r"batch \* num_heads must be below 2\^31"),
-        *((wide, {name: value}, f"does not know {name}") for name, value in unknown.items()),
+        (scored, capped, "has no dbias beside a softcap"),
         (scored, lists, "blocks of a mask that are multiples of 16 x 32, got 16 x 48"),
     ):
         if row is not None or row is first:  # a build without rows checks, too

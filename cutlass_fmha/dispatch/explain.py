@@ -167,8 +167,8 @@ def explain(
         arch, sm_count: the same as ``device="sm_<arch>:<sm_count>"``.
         measure: also time every eligible row, on the CUDA device of this machine that ``device`` says: random
             inputs of the problem's sizes, contiguous as [batch, seqlen, num_heads, head_dim].
-        backward: which kernel computes the gradients; with ``deterministic`` and ``deterministic_workspace``
-            as ``attention`` takes them.
+        backward: which kernel computes the gradients, that of a bias too where ``bias`` requires one; with
+            ``deterministic`` and ``deterministic_workspace`` as ``attention`` takes them.
         all_rows: print the rows for other architectures, dtypes and head dims one by one, too.
 
     Raises TypeError or ValueError, in a sentence, for arguments that describe no problem or no device.
@@ -206,7 +206,8 @@ def explain(
         if most is not None:
             integer("deterministic_workspace", most)
         check_numbers(NO_FEATURES._replace(deterministic_workspace=most))
-        aligned = replace(problem, alignment=FULL_ALIGNMENT)  # a launch copies what is not
+        wanted = isinstance(bias := keywords.get("bias"), Tensor) and bias.requires_grad
+        aligned = replace(problem, alignment=FULL_ALIGNMENT, bias_gradient=wanted)  # a launch copies what is not
         found = explain_gradients(aligned, resolve(device), row, deterministic, most)
         return replace(found, problem=problem, all_rows=all_rows)
     found = replace(explain_problem(problem, resolve(device), row), all_rows=all_rows)

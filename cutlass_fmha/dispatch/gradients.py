@@ -9,7 +9,6 @@ from cutlass_fmha.arguments.check import integer
 from cutlass_fmha.cost import gradients as cost
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
-from cutlass_fmha.dispatch.families import wide
 from cutlass_fmha.dispatch.families.family import (
     Rule,
     alignment,
@@ -30,8 +29,6 @@ KNOWN = frozenset({"window", "prefix", "varlen", "lengths", "leftpad", "sinks"})
 SCORED = KNOWN | {"mask", "bias", "block_mask", "softcap", "alibi", "dropout"}
 #: Queries and keys of a piece of a tile: blocks of lists are multiples of it, as all rows of the forward ask.
 BLOCK = (16, 32)
-#: By rows for float32 and head dims above 256: what rows of the family ``wide`` know.
-WIDE = wide.KNOWN & SCORED
 
 
 def lacking(problem: Problem, known: frozenset[str] = SCORED) -> tuple[str, ...]:
@@ -39,12 +36,14 @@ def lacking(problem: Problem, known: frozenset[str] = SCORED) -> tuple[str, ...]
 
 
 def _features(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
-    known = WIDE if row.family == "backward_wide" else SCORED if row.scored else KNOWN
-    return has_no(names) if (names := lacking(problem, known)) else None
+    names = lacking(problem, SCORED if row.scored else KNOWN)
+    return has_no(names) if names else None
 
 
-def _left_window(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
-    return wide.left_window(row, problem, device, table) if row.family == "backward_wide" else None
+def _bias_gradient(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    if row.family == "backward_wide" or not problem.bias_gradient or "softcap" not in problem.features:
+        return None
+    return "has no gradient of a bias beside a softcap"
 
 
 def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
@@ -62,7 +61,7 @@ RULES: tuple[Rule, ...] = (
     dtype,
     _head_dim,
     _features,
-    _left_window,
+    _bias_gradient,
     _block_mask,
     shared_memory,
     alignment,

@@ -74,7 +74,7 @@ class Problem:
     of a sequence lie apart at most, 0 where any row's offsets hold them. ``mean``: the average length
     of packed sequences, of queries and of keys; 0 where they are about as long as the longest.
     ``score_runs``: mask and bias can be read by ``SCORE_RUN`` keys at once, a bias in 16 bits; None where they
-    can't, and the bias is of another dtype than q, float32.
+    can't, and the bias is of another dtype than q, float32. ``bias_gradient``: of gradients, whether the bias has one.
     """
 
     batch: int
@@ -95,6 +95,7 @@ class Problem:
     key_span: int = 0
     mean: tuple[int, int] = EVEN
     score_runs: bool | None = True
+    bias_gradient: bool = False
 
     def __post_init__(self) -> None:
         if self.head_dim_v == self.head_dim:

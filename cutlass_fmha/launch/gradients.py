@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +37,8 @@ class Plan(NamedTuple):
     workspace: int  # floats
     addresses: tuple[tuple[str, str], ...]
     zeros: bool  # not all of the gradients of q, k and v is written
-    bias_stride: tuple[int, int, int, int]  # of its gradient, which is contiguous
+    bias_shape: tuple[int, ...]  # of the sums that its gradient is made of; those of a broadcast one may be whole
+    bias_stride: tuple[int, int, int, int]
     ordered: bool
     heads: int  # of keys whose dS is in memory at a time
     scores: int  # bytes of it
@@ -83,8 +86,10 @@ def launch(
         ]
         # Added to, or of heads without queries.
         bias, sinks = (
-            _zeros(said[name], scratch, to) if need and name in said else q.new_empty(0)
-            for name, need, to in zip(("bias", "sinks"), wanted[3:], into[3:], strict=True)
+            _zeros(x.shape if shape is None else shape, x, scratch, to) if need and x is not None else q.new_empty(0)
+            for x, shape, need, to in zip(
+                (said.get("bias"), said.get("sinks")), (plan.bias_shape, None), wanted[3:], into[3:], strict=True
+            )
         )
         workspace = scratch.empty((plan.workspace,), torch.float32)
         params = _C.BackwardParams(
@@ -113,8 +118,9 @@ def launch(
         dq, dk, dv = (
             x if x.dim() == 1 or x.shape[-1] == dim else x[..., :dim] for x, dim in zip(found, head_dims, strict=True)
         )
-        if wanted[3] and "bias" in said and into[3] is None:
-            bias = bias.to(said["bias"].dtype)
+        if wanted[3] and "bias" in said:
+            bias = _summed(bias, said["bias"].shape)
+            bias = bias.to(said["bias"].dtype) if into[3] is None else bias
         results = (dq, dk, dv, bias, sinks)
         for x, to in zip(results, into, strict=True):
             if to is not None and x.numel() and x.data_ptr() != to.data_ptr():
@@ -134,11 +140,16 @@ def _room(x: Tensor, to: Tensor, scratch: Scratch, zero: bool) -> Tensor:
     return found.zero_() if zero else found
 
 
-def _zeros(x: Tensor, scratch: Scratch, to: Tensor | None) -> Tensor:
-    """Where the gradient of ``x`` is summed, in float32: itself, or what it is rounded from."""
-    if x.dtype == torch.float32:
+def _zeros(shape: tuple[int, ...], x: Tensor, scratch: Scratch, to: Tensor | None) -> Tensor:
+    """Where the gradient of ``x`` is summed, in float32: itself, or what it is rounded or summed from, of ``shape``."""
+    if x.dtype == torch.float32 and x.shape == shape:
         return torch.zeros_like(x, memory_format=torch.contiguous_format) if to is None else to.zero_()
-    return scratch.empty(x.shape, torch.float32).zero_()
+    return scratch.empty(shape, torch.float32).zero_()
+
+
+def _summed(whole: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """What a tensor that was broadcast from ``shape`` has for a gradient, in an order that torch keeps to."""
+    return whole if whole.shape == shape else whole.sum_to_size(shape)
 
 
 def empty_like(x: Tensor) -> Tensor:
@@ -178,13 +189,12 @@ def _prepare(
         device = devices.of_index(index) if index >= 0 else devices.simulated(built)
     # What nobody wants of q is summed in no order.
     ordered = features.deterministic and wanted[0]
-    route = gradients.choose(call.problem, device, name, ordered, workspace_cap(said))
+    problem = replace(call.problem, bias_gradient=wanted[3] and features.bias is not None)
+    route = gradients.choose(problem, device, name, ordered, workspace_cap(said))
     row = route.row
-    decisions.decision_of_gradients(call.problem, device, route, name is not None)
-    bias = (0, 0, 0, 0)
-    if wanted[3] and features.bias is not None:
-        bias = broadcast_strides(torch.empty(features.bias.shape, device="meta"), call.sizes)
-        _check_bias(features, bias, call.sizes)
+    decisions.decision_of_gradients(problem, device, route, name is not None)
+    bias_shape = _bias_shape(features, call.sizes, workspace_cap(said)) if problem.bias_gradient else (0,)
+    bias = broadcast_strides(torch.empty(bias_shape, device="meta"), call.sizes)
     params = _C.BackwardParams(_sized(params_of(call.sizes, call.features, call.causal, call.strides), call.sizes))
     # A wide row sums dQ in registers, in a fixed order.
     sums = row.family != "backward_wide" and not gradients.writes_scores(row)
@@ -199,6 +209,7 @@ def _prepare(
         addresses,
         # Rows that are no sequence's, or are not in use, are not written; without a head of queries, none is.
         bool(addresses) or 0 in (call.sizes.batch, call.sizes.num_heads),
+        bias_shape,
         bias,
         params.ordered,
         route.heads,
@@ -206,13 +217,21 @@ def _prepare(
     )
 
 
-def _check_bias(features: Features, stride: tuple[int, ...], sizes: Sizes) -> None:
-    """Raises UnsupportedError."""
-    if features.softcap:
-        raise UnsupportedError("no kernel computes the gradient of a bias beside a softcap")
-    shape = (sizes.batch, sizes.num_heads, sizes.seqlen_q, sizes.seqlen_k)
-    if features.deterministic and any(n > 1 and s == 0 for n, s in zip(shape, stride, strict=True)):
-        raise UnsupportedError("the gradient of a bias that is broadcast is summed in no fixed order")
+def _bias_shape(features: Features, sizes: Sizes, most: int) -> tuple[int, ...]:
+    """The bias's own, whose sums over what it is broadcast along come in any order; where that has to be fixed,
+    that of all scores, which torch sums. Raises UnsupportedError where these take more than ``most`` bytes."""
+    assert features.bias is not None
+    whole = (sizes.batch, sizes.num_heads, sizes.seqlen_q, sizes.seqlen_k)
+    own = tuple(features.bias.shape)
+    if not features.deterministic or (1,) * (4 - len(own)) + own == whole:
+        return own
+    if (size := 4 * math.prod(whole)) > most:
+        raise UnsupportedError(
+            f"the gradient of a bias that is broadcast is summed, where its bits have to be the same each time, of one "
+            f"of all scores, {size} bytes, and deterministic_workspace is {most}: pass more, or, of packed sequences, "
+            "max_seqlen_q and max_seqlen_k"
+        )
+    return whole
 
 
 def _sized(params: _C.AttentionParams, sizes: Sizes) -> _C.AttentionParams:

@@ -245,7 +245,8 @@ def _plan(
     if backward:
         if sentence := attend_backward.refusal(*tensors, causal, said):
             raise NotImplementedError(sentence)
-        aligned = replace(call.problem, alignment=FULL_ALIGNMENT)  # what isn't is copied
+        # What isn't aligned is copied.
+        aligned = replace(call.problem, alignment=FULL_ALIGNMENT, bias_gradient=wanted[3])
         backward_row = dispatch_gradients.choose(
             aligned, device, None, call.features.deterministic and wanted[0], gradients.workspace_cap(said)
         ).row.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -251,9 +252,9 @@ def refusal(query: Tensor, key: Tensor, value: Tensor, causal: str, features: Ma
     if names := _unknown(query, call, sizes, causal):
         return f"cutlass_fmha has no backward yet with {names}"
     if query.device.type == "cuda":
-        if "bias" in wanted and (call.softcap or "numbers" in features):
-            return "cutlass_fmha has no backward yet for a bias beside a softcap: pass it detached"
         problem = problem_of(sizes, call, check.dtype_name(query.dtype), causal, FULL_ALIGNMENT)
+        if "bias" in wanted:
+            problem = replace(problem, bias_gradient=True)
         return gradients.refusal(problem, query.get_device())
     return ""
 

@@ -133,7 +133,6 @@ void check(Row const& row, BackwardParams const& p) {
                {"pack", p.pack != 1},
                {"splits", p.splits != 1},
                {"tail", p.tail != nullptr}});
-  if (wide != nullptr) check_backward_wide(row, p);
   if (own != nullptr && !own->scored()) {
     refuse(row, {{"mask", p.mask != nullptr},
                  {"block_counts", p.block_counts != nullptr},
@@ -148,8 +147,10 @@ void check(Row const& row, BackwardParams const& p) {
            " x " + std::to_string(kListedKeys) + ", got " + std::to_string(p.block_m) + " x " +
            std::to_string(p.block_n);
   });
-  require(p.dbias == nullptr || (p.bias != nullptr && p.softcap == 0.f),
-          [] { return "dbias needs a bias, and no softcap: what the softcap leaves of dS is all that is kept"; });
+  require(p.dbias == nullptr || p.bias != nullptr, [] { return "dbias needs a bias"; });
+  require(p.dbias == nullptr || p.softcap == 0.f || wide != nullptr, [&] {
+    return std::string(row.name) + " has no dbias beside a softcap: what that leaves of dS is all that it keeps";
+  });
   require(p.dsinks == nullptr || p.sinks != nullptr, [] { return "dsinks needs sinks"; });
   require(p.head_dim <= c.head_dim && p.head_dim_v <= c.head_dim, [&] {
     return std::string(row.name) + " takes head dims up to " + std::to_string(c.head_dim) + ", got " +

@@ -8,6 +8,8 @@
 // memory in steps, some dimensions at a time: one is on its way while the other is multiplied.
 #pragma once
 
+#include "../backward/listed_tile.cuh"
+#include "../features/dropout.h"
 #include "../wide/steps.cuh"
 #include "tile.h"
 
@@ -15,7 +17,8 @@ namespace cutlass_fmha {
 
 template <WideBackwardConfig C, class T>
 struct WideBackwardStorage : WideSteps<C, T, 2> {
-  alignas(16) float terms[2][C.tile_m];  ///< LSE in units of log2, and D, of the queries
+  alignas(16) float terms[2][C.tile_m];                               ///< LSE in units of log2, and D, of the queries
+  float derivatives[C.tile_m * C.tile_n / C.threads()][C.threads()];  ///< of a softcap, by each thread's scores
   WideBackwardTile tile;
 };
 
@@ -30,7 +33,8 @@ struct WideBackward {
   WideBackwardTile const& tile = shared.tile;
   Products const products{};
   int const warp_row = static_cast<int>(threadIdx.y) / 2 * 16, half = static_cast<int>(threadIdx.y) % 2;
-  int turn = 0;  ///< which step's memory holds what is multiplied next
+  int turn = 0;         ///< which step's memory holds what is multiplied next
+  uint32_t pieces = 0;  ///< of the tile of scores, those that block lists name; without them all
   typename Products::Scores weights, other;
   typename Products::Sums gradient[kSteps] = {};
 
@@ -38,6 +42,23 @@ struct WideBackward {
   CUTE_DEVICE int walked_head(int number) const { return number / tile.tiles; }
   CUTE_DEVICE int walked_begin(int number) const {
     return (tile.first + number - walked_head(number) * tile.tiles) * C.tile_n;
+  }
+  CUTE_DEVICE int query_head(int number) const { return tile.head + walked_head(number); }
+  CUTE_DEVICE int first_query(int number) const { return tile.has_queries() ? tile.begin : walked_begin(number); }
+  CUTE_DEVICE int first_key(int number) const { return tile.has_queries() ? walked_begin(number) : tile.begin; }
+
+  /// The next tile from there on of which block lists name something.
+  CUTE_DEVICE int named_from(int number) {
+    pieces = ~0u;
+    if (p.block_counts == nullptr) return number;
+    for (int const group = p.num_heads / p.num_heads_kv; number < tile.tiles * tile.heads; ++number) {
+      int const head = query_head(number), head_kv = head / group;
+      pieces = listed_tile(p, tile.sequence, head_kv, head - head_kv * group, first_query(number) / C.tile_m,
+                           first_key(number))
+                   .pieces;
+      if (pieces != 0) break;
+    }
+    return number;
   }
 
   template <int Dim, class Tile>
@@ -68,16 +89,27 @@ struct WideBackward {
         reinterpret_cast<cute::uint128_t*>(&shared.terms[0][0])[thread]);
   }
 
-  /// Calls f(score, query, key, query's row in the tile) for each of this lane's.
-  template <class Function>
-  CUTE_DEVICE void for_each(typename Products::Scores& scores, int begin, Function&& f) {
-    int const lane = threadIdx.x;
-    bool const queries = tile.has_queries();
-    scores.for_each(warp_row + lane / 4, half * (C.tile_n / 2) + lane % 4 * 2, [&](float& score, int row, int column) {
-      int const query = queries ? row : column, key = queries ? column : row;
-      f(score, (queries ? tile.begin : begin) + query, (queries ? begin : tile.begin) + key, query);
-    });
+  // ---- what becomes of scores
+
+  static constexpr int kLaneScores = 4 * Products::kScores;
+  CUTE_DEVICE static float& lane_score(typename Products::Scores& scores, int i) { return scores.x[0][i / 4][i % 4]; }
+
+  /// The query of a lane's score and its key, counted from the tile's first ones.
+  struct Place {
+    int query, key;
+  };
+  CUTE_DEVICE Place place(int i) const {
+    int const row = warp_row + static_cast<int>(threadIdx.x) / 4 + i % 4 / 2 * 8;
+    int const column = half * (C.tile_n / 2) + static_cast<int>(threadIdx.x) % 4 * 2 + i / 4 * 8 + i % 2;
+    return tile.has_queries() ? Place{row, column} : Place{column, row};
   }
+  /// Calls f(score, its number, its place) for each of this lane's.
+  template <class Function>
+  CUTE_DEVICE void for_each(typename Products::Scores& scores, Function&& f) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kLaneScores; ++i) f(lane_score(scores, i), i, place(i));
+  }
+  CUTE_DEVICE float& derivative(int i) const { return shared.derivatives[i][threadIdx.y * 32 + threadIdx.x]; }
 
   CUTE_DEVICE static int64_t offset(ScoreStrides const& stride, Sequence const& s, int head, int query, int key) {
     return s.batch * stride.batch + head * stride.head + query * stride.query + key * stride.key;
@@ -89,47 +121,94 @@ struct WideBackward {
   /// S -> P, in `weights`. LSE is +inf of queries that see nothing and of those that don't exist.
   CUTE_DEVICE void exponentiate(int number) {
     Sequence const& s = tile.sequence;
-    int const head = tile.head + walked_head(number), begin = walked_begin(number);
-    float const unit = p.scale * kLog2e;
-    if (p.bias == nullptr) {
-      for_each(weights, begin,
-               [&](float& score, int, int, int row) { score = exp2_approx(fmaf(score, unit, -shared.terms[0][row])); });
-    } else {
-      for_each(weights, begin, [&](float& score, int query, int key, int row) {
-        float added = 0.f;
-        if (exists(query, key)) {
-          int64_t const at = offset(p.bias_stride, s, head, query, key);
-          added = p.bias_type == BiasType::float32 ? static_cast<float const*>(p.bias)[at]
-                                                   : static_cast<float>(static_cast<T const*>(p.bias)[at]);
-        }
-        score = exp2_approx(fmaf(score, unit, fmaf(added, kLog2e, -shared.terms[0][row])));
+    int const head = query_head(number), query = first_query(number), key = first_key(number);
+    float unit = p.scale * kLog2e;
+    if (p.softcap != 0.f) {
+      unit = p.softcap * kLog2e;
+      for_each(weights, [&](float& score, int i, Place) {
+        score = tanh_of_product<T>(score, p.cap_scale);
+        derivative(i) = fmaf(-score, score, 1.f);
       });
     }
-    int const first_query = tile.has_queries() ? tile.begin : begin,
-              first_key = tile.has_queries() ? begin : tile.begin;
-    if (p.mask == nullptr && visible_keys(p, s, first_query).end >= first_key + C.tile_n) return;
-    for_each(weights, begin, [&](float& score, int query, int key, int) {
-      bool seen = key < visible_keys(p, s, query).end;
-      if (seen && p.mask != nullptr) seen = p.mask[offset(p.mask_stride, s, head, query, key)] != 0;
+    if (p.bias == nullptr && p.alibi_slopes == nullptr) {
+      for_each(weights, [&](float& score, int, Place at) {
+        score = exp2_approx(fmaf(score, unit, -shared.terms[0][at.query]));
+      });
+    } else {
+      float const slope =
+          p.alibi_slopes == nullptr ? 0.f : p.alibi_slopes[s.batch * p.alibi_stride[0] + head * p.alibi_stride[1]];
+      for_each(weights, [&](float& score, int, Place at) {
+        float added = -slope * fabsf(float(query + at.query + s.offset - key - at.key));
+        if (p.bias != nullptr && exists(query + at.query, key + at.key)) {
+          int64_t const from = offset(p.bias_stride, s, head, query + at.query, key + at.key);
+          added += p.bias_type == BiasType::float32 ? static_cast<float const*>(p.bias)[from]
+                                                    : static_cast<float>(static_cast<T const*>(p.bias)[from]);
+        }
+        score = exp2_approx(fmaf(score, unit, fmaf(added, kLog2e, -shared.terms[0][at.query])));
+      });
+    }
+    hide(number);
+  }
+
+  /// What a query doesn't see becomes 0.
+  CUTE_DEVICE void hide(int number) {
+    Sequence const& s = tile.sequence;
+    int const head = query_head(number), query = first_query(number), key = first_key(number);
+    CommonView const view(p, s, query, smaller(query + C.tile_m, s.queries) - 1);
+    if (p.mask == nullptr && pieces == ~0u && view.all_see(key, C.tile_n)) return;
+    for_each(weights, [&](float& score, int, Place at) {
+      bool seen = visible_keys(p, s, query + at.query).sees(key + at.key) &&
+                  (pieces >> (at.query / kListedQueries * (C.tile_n / kListedKeys) + at.key / kListedKeys) & 1) != 0;
+      if (seen && p.mask != nullptr) {
+        seen = p.mask[offset(p.mask_stride, s, head, query + at.query, key + at.key)] != 0;
+      }
       if (!seen) score = 0.f;
     });
   }
 
+  /// Which of the lane's scores dropout keeps: a bit of each.
+  CUTE_DEVICE uint32_t kept_scores(int number) const {
+    if (p.dropout_threshold == 0) return ~0u;
+    static_assert(kLaneScores <= 32);
+    int const sequence_head = tile.sequence.batch * p.num_heads + query_head(number);
+    uint32_t kept = 0;
+    CUTE_NO_UNROLL
+    for (int i = 0; i < kLaneScores; ++i) {
+      Place const at = place(i);
+      int const key = first_key(number) + at.key;
+      PhiloxWords const made = dropout_numbers(*p.dropout_seed, sequence_head, first_query(number) + at.query, key / 8);
+      uint32_t const low = key & 2 ? made.word[1] : made.word[0], high = key & 2 ? made.word[3] : made.word[2];
+      uint32_t const pair = key & 4 ? high : low, own = key & 1 ? pair >> 16 : pair & 0xffffu;
+      kept |= uint32_t(own >= p.dropout_threshold) << i;
+    }
+    return kept;
+  }
+
+  /// P as dV has it.
+  CUTE_DEVICE void drop_out(int number) {
+    uint32_t const kept = kept_scores(number);
+    for_each(weights, [&](float& weight, int i, Place) { weight = kept >> i & 1 ? weight * p.dropout_scale : 0.f; });
+  }
+
   /// P and dP -> dS, in `weights`. What a mask hides stays 0, whatever dP is.
   CUTE_DEVICE void differentiate(int number) {
-    CUTE_UNROLL
-    for (int i = 0; i < 4 * Products::kScores; ++i) {
-      int const row = tile.has_queries() ? warp_row + int(threadIdx.x) / 4 + i % 4 / 2 * 8
-                                         : half * (C.tile_n / 2) + int(threadIdx.x) % 4 * 2 + i / 4 * 8 + i % 2;
-      float& weight = weights.x[0][i / 4][i % 4];
-      float const ds = weight * (other.x[0][i / 4][i % 4] - shared.terms[1][row]);
+    uint32_t const kept = kept_scores(number);
+    for_each(weights, [&](float& weight, int i, Place at) {
+      float const of_output = kept >> i & 1 ? lane_score(other, i) * p.dropout_scale : 0.f;
+      float const ds = weight * (of_output - shared.terms[1][at.query]);
       weight = weight == 0.f ? 0.f : ds;
-    }
-    if (p.dbias == nullptr || !tile.has_queries()) return;
-    for_each(weights, walked_begin(number), [&](float& ds, int query, int key, int) {
+    });
+    if (p.dbias != nullptr && tile.has_queries()) add_to_bias(number);
+    if (p.softcap == 0.f) return;
+    for_each(weights, [&](float& weight, int i, Place) { weight *= derivative(i); });
+  }
+
+  CUTE_DEVICE void add_to_bias(int number) {
+    for_each(weights, [&](float& ds, int, Place at) {
       if (ds == 0.f) return;
-      float* const at = p.dbias + offset(p.dbias_stride, tile.sequence, tile.head, query, key);
-      asm volatile("red.global.add.f32 [%0], %1;" ::"l"(at), "f"(ds) : "memory");
+      float* const to = p.dbias + offset(p.dbias_stride, tile.sequence, tile.head, first_query(number) + at.query,
+                                         first_key(number) + at.key);
+      asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(ds) : "memory");
     });
   }
 
@@ -158,6 +237,7 @@ struct WideBackward {
       if (step == 0) weights.clear();
       products.add_scores(from.scores, warp_row, column, weights);
       if (step == tile.score_steps - 1) exponentiate(number);
+      if (step == tile.all_score_steps - 1) drop_out(number);  // a gradient of V
     } else {
       if (step == tile.score_steps) other.clear();
       products.add_scores(from.scores, warp_row, column, other);
@@ -168,16 +248,17 @@ struct WideBackward {
 
   CUTE_DEVICE void run() {
     int const numbers = tile.tiles * tile.heads;
-    if (numbers == 0) return;
-    load(0, 0);
+    int number = named_from(0), step = 0;
+    if (number >= numbers) return;
+    load(number, 0);
     cute::cp_async_fence();
-    int number = 0, step = 0;
     while (number < numbers) {
       cute::cp_async_wait<0>();
       __syncthreads();  // the step's operands have arrived, as have weights; everybody is done with those before
       WideStep<C, T> const& from = shared.steps[turn];
       bool const ends = step + 1 == tile.steps;
-      int const next = ends ? number + 1 : number, next_step = ends ? 0 : step + 1;
+      // The last step of a tile has no use for its pieces.
+      int const next = ends ? named_from(number + 1) : number, next_step = ends ? 0 : step + 1;
       turn ^= 1;
       if (next < numbers) load(next, next_step);
       cute::cp_async_fence();

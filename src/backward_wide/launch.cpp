@@ -5,22 +5,16 @@
 
 namespace cutlass_fmha {
 
-void check_backward_wide(Row const& row, BackwardParams const& p) {
-  refuse(row, {{"block_counts", p.block_counts != nullptr},
-               {"window_left", p.window_left >= 0},
-               {"prefix_lengths", p.prefix_lengths != nullptr},
-               {"softcap", p.softcap != 0.f},
-               {"alibi_slopes", p.alibi_slopes != nullptr},
-               {"sinks", p.sinks != nullptr},
-               {"dropout_threshold", p.dropout_threshold != 0}});
-}
-
 void launch_backward_wide(Row const& row, BackwardParams const& params, int device, cudaStream_t stream) {
   auto const& c = std::get<WideBackwardConfig>(row.config);
   BackwardParams p = params;
   p.tile_m = c.tile_m;
+  p.tile_n = c.tile_n;
   p.head_tiles = workspace_tiles(p, c.tile_m);
   p.row_terms = p.workspace;
+  p.sink_sums = p.row_terms + p.num_heads * p.head_tiles * 2 * c.tile_m;
+  p.cap_scale = cap_scale(p);
+  if (p.dropout_threshold == 0) p.dropout_scale = 1.f;
   p.row_dim = 0;  // the workspace has no sums of dQ
   p.turns = nullptr;
   if (p.seqlen_q > 0) {
@@ -33,6 +27,9 @@ void launch_backward_wide(Row const& row, BackwardParams const& params, int devi
   int64_t const blocks = wide_blocks(p, GradientOf::key, c.tile_m) + wide_blocks(p, GradientOf::value, c.tile_m) +
                          wide_blocks(p, GradientOf::query, c.tile_m);
   if (blocks > 0) launch_kernel(row, grid_of(row, blocks), &p, device, stream);
+  if (p.dsinks == nullptr) return;
+  p.dq = nullptr;  // is written
+  launch_kernel(helper(Family::backward_after, c.dtype, c.arch), dim3(unsigned(p.num_heads)), &p, device, stream);
 }
 
 }  // namespace cutlass_fmha

@@ -6,9 +6,6 @@
 
 namespace cutlass_fmha {
 
-/// Throws std::invalid_argument for what such a row knows less of than backward rows do.
-void check_backward_wide(Row const& row, BackwardParams const& p);
-
 void launch_backward_wide(Row const& row, BackwardParams const& p, int device, cudaStream_t stream);
 
 }  // namespace cutlass_fmha

@@ -85,7 +85,8 @@ FMHA_HOST_DEVICE inline void find_tile(BackwardParams const& p, WideBackwardConf
   t.first = t.tiles = 0;
   int const last = smaller(t.begin + c.tile_m, t.end) - 1;
   if (last >= t.begin && queries) {
-    t.tiles = ceil_div(larger(0, visible_keys(p, s, last).end), c.tile_m);
+    KeyWalk const walk = range_walk(p, s, t.begin, last, c.tile_m);
+    t.first = walk.first, t.tiles = walk.tiles;
   } else if (last >= t.begin) {
     QueryWalk const walk = query_walk(visible_queries(p, s, t.begin), visible_queries(p, s, last), c.tile_m);
     t.first = walk.first, t.tiles = walk.tiles;

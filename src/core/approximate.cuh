@@ -30,4 +30,10 @@ FMHA_HOST_DEVICE inline float reciprocal_approx(float x) {
 #endif
 }
 
+/// tanh(x / (2 log2(e))), by one exponential: 1 - 2 / (1 + 2^x) is off by an ulp of 1 at most, and as softcap scales
+/// what is near 0, that is no more exact than what is near 1.
+FMHA_HOST_DEVICE inline float tanh_of_exp2(float x) {
+  return std::fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(x)), 1.f);
+}
+
 }  // namespace cutlass_fmha

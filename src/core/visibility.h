@@ -89,16 +89,10 @@ struct KeyWalk {
   }
 };
 
-/// Of a tile of queries i_begin .. i_last (< queries): everything that some of them sees.
-FMHA_HOST_DEVICE inline KeyWalk whole_walk(FeatureParams const& p, Sequence const& s, int head, int i_begin, int i_last,
+/// Of a tile of queries i_begin .. i_last (< queries): everything that some of them sees by ranges.
+FMHA_HOST_DEVICE inline KeyWalk range_walk(FeatureParams const& p, Sequence const& s, int i_begin, int i_last,
                                            int tile_keys) {
   KeyWalk walk;
-  if (p.block_counts != nullptr) {
-    int const row = i_begin / p.block_m;
-    walk.tiles = p.block_tiles * block_count(p, s.batch, head, row);
-    walk.blocks = block_list(p, s.batch, head, row);
-    return walk;
-  }
   // Both ends of what a query sees grow with its number.
   VisibleKeys const earliest = visible_keys(p, s, i_begin), latest = visible_keys(p, s, i_last);
   int const begin = earliest.prefix > 0 ? 0 : earliest.begin;
@@ -106,6 +100,17 @@ FMHA_HOST_DEVICE inline KeyWalk whole_walk(FeatureParams const& p, Sequence cons
   if (begin >= end) return walk;
   walk.first = begin / tile_keys;
   walk.tiles = ceil_div(end, tile_keys) - walk.first;
+  return walk;
+}
+
+/// The same, or what a block list names.
+FMHA_HOST_DEVICE inline KeyWalk whole_walk(FeatureParams const& p, Sequence const& s, int head, int i_begin, int i_last,
+                                           int tile_keys) {
+  if (p.block_counts == nullptr) return range_walk(p, s, i_begin, i_last, tile_keys);
+  KeyWalk walk;
+  int const row = i_begin / p.block_m;
+  walk.tiles = p.block_tiles * block_count(p, s.batch, head, row);
+  walk.blocks = block_list(p, s.batch, head, row);
   return walk;
 }
 

@@ -31,10 +31,6 @@ CUTE_DEVICE void with_query_rows(FeatureParams const& p, FeatureTile const& tile
   }
 }
 
-/// tanh(x / (2 log2(e))), by one exponential: 1 - 2 / (1 + 2^x) is off by an ulp of 1 at most, and as softcap scales
-/// what is near 0, that is no more exact than what is near 1.
-CUTE_DEVICE float tanh_of_exp2(float x) { return fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(x)), 1.f); }
-
 /// In which order ldmatrix takes the keys of a tile's 16 rows, where a lane is to have four that follow each other: 4t
 /// .. 4t + 3, two of each n8 tile. Lanes 2 and 3 have the upper two first, so that each n8 tile has eight rows of
 /// different places in the swizzle.
@@ -106,6 +102,13 @@ struct StagedRows : ComputedRows {
     return slopes[accumulator_row(row, lane_id())];
   }
 };
+
+/// Four bytes of two words, each number with its highest bit eight times: `which` names them with 8 added.
+CUTE_DEVICE uint32_t signs_of_bytes(uint32_t low, uint32_t high, uint32_t which) {
+  uint32_t y;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(which));
+  return y;
+}
 
 /// Whether what ALiBi adds to all scores of a row goes into the softmax's reference: a register or two for each row.
 constexpr bool shifts_scores(ForwardConfig const& c) { return is_roomy(c); }
@@ -289,12 +292,6 @@ struct ScoreBlock {
         }
       }
     }
-  }
-  /// Four bytes of two words, each number with its highest bit eight times: `which` names them with 8 added.
-  CUTE_DEVICE static uint32_t signs_of_bytes(uint32_t low, uint32_t high, uint32_t which) {
-    uint32_t y;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(which));
-    return y;
   }
   CUTE_DEVICE bool exists(QueryRow const& q, int key) const {
     return q.query < sequence.queries && key < sequence.keys;

@@ -123,12 +123,6 @@ struct WideScored {
   CUTE_DEVICE int64_t offset(ScoreStrides const& stride, QueryRow const& q, int key) const {
     return tile.batch * stride.batch + q.head * stride.head + q.query * stride.query + key * stride.key;
   }
-  CUTE_DEVICE float capped(float product) const {
-    // Of float32, as exact as that; one exponential is off by an ulp of 1.
-    if constexpr (sizeof(T) == 4) return p.softcap * tanhf(product * (p.cap_scale * (0.5f / kLog2e)));
-    return p.softcap * tanh_of_exp2(product * p.cap_scale);
-  }
-
   /// q k -> score, -inf where the query doesn't see the key.
   CUTE_DEVICE void modify(int begin) {
     bool const all_see = view.all_see(begin, C.tile_n);
@@ -143,7 +137,7 @@ struct WideScored {
       for (int i = 0; i < 2 * Products::kScores; ++i) {
         float& score = scores.x[0][i / 2][2 * below + i % 2];
         int const key = begin + lane_key + i / 2 * 8 + i % 2;
-        score = p.softcap != 0.f ? capped(score) : score * p.scale;
+        score = p.softcap != 0.f ? p.softcap * tanh_of_product<T>(score, p.cap_scale) : score * p.scale;
         if (p.bias != nullptr && exists && key < sequence.keys) {
           int64_t const from = offset(p.bias_stride, q, key);
           score += p.bias_type == BiasType::float32 ? read<float>(p.bias, from) : read<T>(p.bias, from);

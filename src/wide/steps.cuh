@@ -8,6 +8,14 @@
 
 namespace cutlass_fmha {
 
+/// tanh of a product of Q and K that is scaled and divided by the softcap. Of float32 it is as exact as that; one
+/// exponential is off by an ulp of 1.
+template <class T>
+CUTE_DEVICE float tanh_of_product(float product, float cap_scale) {
+  if constexpr (sizeof(T) == 4) return tanhf(product * (cap_scale * (0.5f / kLog2e)));
+  return tanh_of_exp2(product * cap_scale);
+}
+
 /// Padding as in whole_rows.cuh and wide_heads.cuh: of float32, 8 where lanes read two neighbours, 4 where four.
 template <auto C, class T>
 union WideStep {
