@@ -253,24 +253,34 @@ struct BackwardParts {
                          typename Types::Probabilities& probabilities, typename Types::Probabilities& factors,
                          uint32_t terms, QueryCursor const& at, int query_begin) const {
     ScoredChunk<C, Types> const chunk = scored_chunk<Types>(at, query_begin);
+    ScoreKind const kind = score_kind(params);
     VisibleQueries seen[2 * T::kRowSteps];
-    if (masked) {
+    if (masked || kind == ScoreKind::any) {
       CUTE_UNROLL
       for (int row = 0; row < 2 * T::kRowSteps; ++row) {
         seen[row] = visible_queries(params, place().sequence, chunk.key + 8 * row);
         seen[row].begin -= chunk.query, seen[row].end -= chunk.query;
       }
     }
-    auto const lse = [&](int pair) { return terms_at(terms, pair); };
-    bool const capped = params.softcap != 0.f;
-    if (masked && capped) {
-      chunk.template exponentiate<true, true>(scores, probabilities, factors, seen, lse);
-    } else if (masked) {
-      chunk.template exponentiate<true, false>(scores, probabilities, factors, seen, lse);
-    } else if (capped) {
-      chunk.template exponentiate<false, true>(scores, probabilities, factors, seen, lse);
-    } else {
-      chunk.template exponentiate<false, false>(scores, probabilities, factors, seen, lse);
+    auto const exponentiate = [&]<bool Masked, ScoreKind Kind>() FMHA_INLINE {
+      chunk.template exponentiate<Masked, Kind>(scores, probabilities, factors, seen,
+                                                [&](int pair) { return terms_at(terms, pair); });
+    };
+    auto const of_kind = [&]<ScoreKind Kind>() FMHA_INLINE {
+      masked ? exponentiate.template operator()<true, Kind>() : exponentiate.template operator()<false, Kind>();
+    };
+    switch (kind) {
+      case ScoreKind::plain:
+        of_kind.template operator()<ScoreKind::plain>();
+        break;
+      case ScoreKind::capped:
+        of_kind.template operator()<ScoreKind::capped>();
+        break;
+      case ScoreKind::alibi:
+        of_kind.template operator()<ScoreKind::alibi>();
+        break;
+      case ScoreKind::any:
+        exponentiate.template operator()<true, ScoreKind::any>();
     }
     if (params.listed != nullptr) {
       chunk.hide_pieces(place().listed[at.number].pieces >> (warp * C.keys_per_warp() / kListedKeys),

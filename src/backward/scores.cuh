@@ -10,10 +10,28 @@
 
 namespace cutlass_fmha {
 
+/// What a call does to scores besides hiding some by ranges. What most calls have is code of its own: the loop over
+/// steps is longer than the instruction cache otherwise, and branches around what a call doesn't have cost more than
+/// what it has.
+enum class ScoreKind {
+  plain,   ///< nothing, but what dropout may drop
+  capped,  ///< a softcap
+  alibi,   ///< ALiBi's distances
+  any,     ///< masks, biases, or several of these
+};
+
+FMHA_HOST_DEVICE inline ScoreKind score_kind(BackwardParams const& p) {
+  bool const capped = p.softcap != 0.f, alibi = p.alibi_slopes != nullptr;
+  if (p.mask != nullptr || p.bias_type != BiasType::none || (capped && alibi)) return ScoreKind::any;
+  return capped ? ScoreKind::capped : alibi ? ScoreKind::alibi : ScoreKind::plain;
+}
+
 /// S^T of a lane: rows are keys, columns queries. `Types`: of the chunk.
 template <BackwardConfig C, class Types>
 struct ScoredChunk {
   static constexpr int kRows = 2 * Types::kRowSteps, kPairs = Types::kQueries / 8;
+  /// Of which a mask or a bias is read at once; where more of them spill, fewer.
+  static constexpr int kPairsRead = kRows < 4 && C.arch == 90 ? 4 : 2;
   using Element = typename Types::Element;
   using Scores = typename Types::Scores;
   using Probabilities = typename Types::Probabilities;
@@ -24,44 +42,63 @@ struct ScoredChunk {
   int key, query;  ///< of the lane's first row and column; rows are 8 keys apart, pairs of columns 8 queries
 
   /// `terms(pair)`: the LSE of a pair of queries, in units of log2. `seen[row]`: by ranges, counted from `query` on.
-  template <bool Masked, bool Capped, class Terms>
+  template <bool Masked, ScoreKind Kind, class Terms>
   CUTE_DEVICE void exponentiate(Scores const& scores, Probabilities& probabilities, Probabilities& factors,
                                 VisibleQueries const (&seen)[kRows], Terms const& terms) const {
     auto rows = by_row(scores);
     auto pairs = pairs_by_row<Types>(probabilities), others = pairs_by_row<Types>(factors);
-    float const unit = (Capped ? p.softcap : p.scale) * kLog2e;
+    bool const capped = Kind == ScoreKind::capped || (Kind == ScoreKind::any && p.softcap != 0.f);
+    float const unit = (capped ? p.softcap : p.scale) * kLog2e;
     float slope = 0.f;
-    if (p.alibi_slopes != nullptr) {
+    if (Kind == ScoreKind::alibi || (Kind == ScoreKind::any && p.alibi_slopes != nullptr)) {
       slope = p.alibi_slopes[sequence.batch * p.alibi_stride[0] + head * p.alibi_stride[1]] * kLog2e;
     }
+    float const distance = float(query + sequence.offset - key);  // of the first row and column
     CUTE_UNROLL
-    for (int pair = 0; pair < kPairs; ++pair) {
-      float2 const lse = terms(pair);
+    for (int first = 0; first < kPairs; first += kPairsRead) {
+      float biases[kRows][2 * kPairsRead] = {};
+      uint32_t hidden = 0;
+      if constexpr (Kind == ScoreKind::any) {
+        auto const add = [&](int row, int column, float x) FMHA_INLINE { biases[row][column] = x * kLog2e; };
+        if (p.bias_type == BiasType::float32) read(static_cast<float const*>(p.bias), p.bias_stride, first, add);
+        if (p.bias_type == BiasType::same_as_q) read(static_cast<Element const*>(p.bias), p.bias_stride, first, add);
+        if (p.mask != nullptr) {
+          read(p.mask, p.mask_stride, first, [&](int row, int column, float seen) FMHA_INLINE {
+            hidden |= uint32_t(seen == 0.f) << (row * 2 * kPairsRead + column);
+          });
+        }
+      }
       CUTE_UNROLL
-      for (int row = 0; row < kRows; ++row) {
-        float added[] = {-lse.x, -lse.y}, derivative[] = {1.f, 1.f}, x[2];
-        if (p.bias_type == BiasType::float32) {
-          add_bias(static_cast<float const*>(p.bias), row, pair, added);
-        } else if (p.bias_type == BiasType::same_as_q) {
-          add_bias(static_cast<Element const*>(p.bias), row, pair, added);
-        }
-        if (slope != 0.f) add_alibi(slope, row, pair, added);
+      for (int pair = first; pair < first + kPairsRead && pair < kPairs; ++pair) {
+        float2 const lse = terms(pair);
         CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          x[i] = rows(row, 2 * pair + i);
-          if constexpr (Capped) {
-            x[i] = tanh_of_exp2(x[i] * p.cap_scale);
-            derivative[i] = fmaf(-x[i], x[i], 1.f);
+        for (int row = 0; row < kRows; ++row) {
+          float x[2], derivative[] = {1.f, 1.f};
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            int const column = 2 * (pair - first) + i;
+            float added = i == 0 ? -lse.x : -lse.y;
+            if constexpr (Kind == ScoreKind::any) added += biases[row][column];
+            if constexpr (Kind == ScoreKind::alibi || Kind == ScoreKind::any) {
+              added = fmaf(-slope, fabsf(distance + float(8 * pair + i - 8 * row)), added);
+            }
+            x[i] = rows(row, 2 * pair + i);
+            if (capped) {
+              x[i] = tanh_of_exp2(x[i] * p.cap_scale);
+              derivative[i] = fmaf(-x[i], x[i], 1.f);
+            }
+            x[i] = exp2_approx(fmaf(x[i], unit, added));
+            if constexpr (Masked) {
+              if (!seen[row].sees(8 * pair + i)) x[i] = 0.f;
+            }
+            if constexpr (Kind == ScoreKind::any) {
+              if (hidden >> (row * 2 * kPairsRead + column) & 1) x[i] = 0.f;
+            }
           }
-          x[i] = exp2_approx(fmaf(x[i], unit, added[i]));
-          if constexpr (Masked) {
-            if (!seen[row].sees(8 * pair + i)) x[i] = 0.f;
-          }
+          pairs(row, pair) = pack<Element>(x[0], x[1]);
+          others(row, pair) =
+              capped ? pack<Element>(x[0] * derivative[0], x[1] * derivative[1]) : uint32_t(pairs(row, pair));
         }
-        if (p.mask != nullptr) hide(row, pair, x);
-        pairs(row, pair) = pack<Element>(x[0], x[1]);
-        others(row, pair) =
-            Capped ? pack<Element>(x[0] * derivative[0], x[1] * derivative[1]) : uint32_t(pairs(row, pair));
       }
     }
   }
@@ -83,61 +120,103 @@ struct ScoredChunk {
 
   /// Takes what dropout drops from P, and marks it in the other operand. Numbers are made for eight neighbouring keys
   /// of a query, which lie in eight lanes: each makes those of one of four rows and pairs, for one query of the pair,
-  /// and gives the others theirs.
+  /// and finds out which are kept. The others get that, four times eight in a word, and take theirs.
   CUTE_DEVICE void drop_out(Probabilities& probabilities, Probabilities& factors) const {
     if (p.dropout_threshold == 0) return;
-    constexpr int kRowsAtOnce = kRows < 4 ? kRows : 4, kPairsAtOnce = 4 / kRowsAtOnce;
+    constexpr int kRowsAtOnce = kRows % 4 == 0 ? 4 : 2, kPairsAtOnce = 4 / kRowsAtOnce;
+    constexpr int kRowSteps = kRows / kRowsAtOnce, kCalls = kRowSteps * (kPairs / kPairsAtOnce);  // of a lane
     static_assert(kRows % kRowsAtOnce == 0 && kPairs % kPairsAtOnce == 0);
     auto pairs = pairs_by_row<Types>(probabilities), others = pairs_by_row<Types>(factors);
     uint64_t const seed = *p.dropout_seed;
-    int const sequence_head = sequence.batch * p.num_heads + head, lane = lane_id() / 4;
+    int const sequence_head = sequence.batch * p.num_heads + head, lane = lane_id() / 4, mine = lane / 2;
+    KeptHalves const kept_halves(p.dropout_threshold);
+    // Of key 2 n + half, bit 15 or 31, less n and four for each call before.
+    int const own = mine + (lane % 2 == 0 ? 16 : 0);
     CUTE_UNROLL
-    for (int row = 0; row < kRows; row += kRowsAtOnce) {
+    for (int first = 0; first < kCalls; first += 4) {
+      uint32_t kept = 0;
       CUTE_UNROLL
-      for (int pair = 0; pair < kPairs; pair += kPairsAtOnce) {
-        int const mine = lane / 2;
+      for (int call = first; call < first + 4 && call < kCalls; ++call) {
+        int const row = call % kRowSteps * kRowsAtOnce, pair = call / kRowSteps * kPairsAtOnce;
         PhiloxWords const made =
             dropout_numbers(seed, sequence_head, query + 8 * (pair + mine / kRowsAtOnce) + lane % 2,
-                            key / 8 + row + mine % kRowsAtOnce);
-        uint32_t given[4][2];
-        exchange(made, lane, given);
+                            key / 8 + row + mine % kRowsAtOnce, WideProduct{});
         CUTE_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          uint32_t const number0 = given[i][0] >> (lane % 2 * 16) & 0xffffu;
-          uint32_t const number1 = given[i][1] >> (lane % 2 * 16) & 0xffffu;
-          uint32_t const dropped =
-              (number0 < p.dropout_threshold ? 0xffffu : 0u) | (number1 < p.dropout_threshold ? 0xffff0000u : 0u);
-          int const r = row + i % kRowsAtOnce, n = pair + i / kRowsAtOnce;
-          pairs(r, n) &= ~dropped;
-          others(r, n) |= dropped & 0x80008000u;
+        for (int n = 0; n < 4; ++n) kept |= (kept_halves(made.word[n]) & 0x80008000u) >> (4 * (call - first) + n);
+      }
+      CUTE_UNROLL
+      for (int maker = 0; maker < 4; ++maker) {
+        uint32_t given[2];
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          given[i] = __shfl_sync(0xffffffffu, kept, (2 * maker + i) * 4 + lane_id() % 4) << own;
+        }
+        CUTE_UNROLL
+        for (int call = first; call < first + 4 && call < kCalls; ++call) {
+          int const row = call % kRowSteps * kRowsAtOnce, pair = call / kRowSteps * kPairsAtOnce;
+          int const shift = (call - first) % 2 * 4;
+          uint32_t const stays =
+              signs_of_bytes(given[0] << shift, given[1] << shift, call - first < 2 ? 0xffbbu : 0xeeaau);
+          int const r = row + maker % kRowsAtOnce, n = pair + maker / kRowsAtOnce;
+          pairs(r, n) &= stays;
+          others(r, n) |= ~stays & 0x80008000u;
         }
       }
     }
   }
 
-  /// dP -> dS, rounded into `factors`; in `scores` it stays as it was. `terms(pair)`: D.
+  /// Where dP begins: -D, but where dropout scales what is added.
   template <class Terms>
+  CUTE_DEVICE void start(Scores& scores, Terms const& terms) const {
+    auto rows = by_row(scores);
+    CUTE_UNROLL
+    for (int pair = 0; pair < kPairs; ++pair) {
+      float2 term = terms(pair);
+      if (p.dropout_threshold != 0) term = {0.f, 0.f};
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        rows(row, 2 * pair) = -term.x;
+        rows(row, 2 * pair + 1) = -term.y;
+      }
+    }
+  }
+
+  /// dP, or dP - D as start() says, -> dS, rounded into `factors`; in `scores` it stays as it was. `terms(pair)`: D.
+  template <class Terms>
+  CUTE_DEVICE void differentiate(Probabilities& factors, Scores& scores, Terms const& terms) const {
+    if (p.dropout_threshold == 0) {
+      differentiate<false>(factors, scores, terms);
+    } else {
+      differentiate<true>(factors, scores, terms);
+    }
+    if (p.dbias != nullptr) add_bias_gradient(by_row(scores));
+  }
+
+ private:
+  template <bool Dropped, class Terms>
   CUTE_DEVICE void differentiate(Probabilities& factors, Scores& scores, Terms const& terms) const {
     auto rows = by_row(scores);
     auto pairs = pairs_by_row<Types>(factors);
     CUTE_UNROLL
     for (int pair = 0; pair < kPairs; ++pair) {
-      float2 const term = terms(pair);
+      float2 const term = Dropped ? terms(pair) : float2{};
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
         uint32_t const word = pairs(row, pair);
-        float2 const factor = unpack<Element>(word & 0x7fff7fffu);
+        float2 const factor = unpack<Element>(Dropped ? word & 0x7fff7fffu : word);
         float& x = rows(row, 2 * pair);
         float& y = rows(row, 2 * pair + 1);
-        x = factor.x * ((word & 0x8000u ? 0.f : x * p.dropout_scale) - term.x);
-        y = factor.y * ((word & 0x80000000u ? 0.f : y * p.dropout_scale) - term.y);
+        if constexpr (Dropped) {
+          x = fmaf(word & 0x8000u ? 0.f : x, p.dropout_scale, -term.x);
+          y = fmaf(word & 0x80000000u ? 0.f : y, p.dropout_scale, -term.y);
+        }
+        x *= factor.x;
+        y *= factor.y;
         pairs(row, pair) = pack<Element>(x, y);
       }
     }
-    if (p.dbias != nullptr) add_bias_gradient(rows);
   }
 
- private:
   CUTE_DEVICE int64_t offset(ScoreStrides const& stride, int row, int pair) const {
     return sequence.batch * stride.batch + head * stride.head + (query + 8 * pair) * stride.query +
            (key + 8 * row) * stride.key;
@@ -146,48 +225,24 @@ struct ScoredChunk {
     return key + 8 * row < sequence.keys && query + column < sequence.queries;
   }
 
-  template <class Bias>
-  CUTE_DEVICE void add_bias(Bias const* bias, int row, int pair, float (&added)[2]) const {
-    Bias const* const from = bias + offset(p.bias_stride, row, pair);
+  /// use(row, column, what a tensor says of the score): of pairs from `first` on, all on their way at once. What
+  /// doesn't exist, and is hidden, has its neighbour's.
+  template <class Value, class Use>
+  CUTE_DEVICE void read(Value const* tensor, ScoreStrides const& stride, int first, Use const& use) const {
+    Value values[kRows][2 * kPairsRead];
+    Value const* const from = tensor + sequence.batch * stride.batch + head * stride.head;
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      if (exists(row, 8 * pair + i)) added[i] = fmaf(float(from[i * p.bias_stride.query]), kLog2e, added[i]);
-    }
-  }
-  CUTE_DEVICE void add_alibi(float slope, int row, int pair, float (&added)[2]) const {
-    int const distance = query + 8 * pair + sequence.offset - (key + 8 * row);
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) added[i] = fmaf(-slope, fabsf(float(distance + i)), added[i]);
-  }
-  CUTE_DEVICE void hide(int row, int pair, float (&x)[2]) const {
-    uint8_t const* const from = p.mask + offset(p.mask_stride, row, pair);
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      if (exists(row, 8 * pair + i) && from[i * p.mask_stride.query] == 0) x[i] = 0.f;
-    }
-  }
-
-  /// Word `lane / 2` of what eight lanes made, by row or pair and query.
-  CUTE_DEVICE static void exchange(PhiloxWords const& made, int lane, uint32_t (&given)[4][2]) {
-    auto const swap_if = [](bool swaps, uint32_t& a, uint32_t& b) {
-      uint32_t const before = a;
-      a = swaps ? b : a;
-      b = swaps ? before : b;
-    };
-    uint32_t words[4] = {made.word[0], made.word[1], made.word[2], made.word[3]};
-    swap_if(lane & 2, words[0], words[1]), swap_if(lane & 2, words[2], words[3]);
-    swap_if(lane & 4, words[0], words[2]), swap_if(lane & 4, words[1], words[3]);
-    // words[i] is number i ^ lane / 2: what the lane whose number differs by 2 i or 2 i + 1 wants.
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      given[i][0] = __shfl_xor_sync(0xffffffffu, words[i], 8 * i);
-      given[i][1] = __shfl_xor_sync(0xffffffffu, words[i], 8 * i + 4);
-      swap_if(lane & 1, given[i][0], given[i][1]);
+    for (int column = 0; column < 2 * kPairsRead; ++column) {
+      int const i = smaller(query + 8 * (first + column / 2) + column % 2, sequence.queries - 1);
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        values[row][column] = from[i * stride.query + smaller(key + 8 * row, sequence.keys - 1) * stride.key];
+      }
     }
     CUTE_UNROLL
-    for (int n = 0; n < 2; ++n) {
-      swap_if(lane & 2, given[0][n], given[1][n]), swap_if(lane & 2, given[2][n], given[3][n]);
-      swap_if(lane & 4, given[0][n], given[2][n]), swap_if(lane & 4, given[1][n], given[3][n]);
+    for (int column = 0; column < 2 * kPairsRead; ++column) {
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) use(row, column, float(values[row][column]));
     }
   }
 

@@ -153,8 +153,10 @@ struct TwoGroupWalk : BackwardParts<C> {
         typename Chunk::Scores scores;
         typename Chunk::Probabilities probabilities;
         if (first) dout_pipe.consumer_wait(unit);
+        auto const of_chunk = this->template scored_chunk<Chunk>(here, here.tile * C.tile_m + begin);
+        auto const d = [&](int pair) { return this->terms_at(terms + (C.tile_m + begin) * 4, pair); };
         if constexpr (C.scored()) {
-          cute::clear(scores);
+          of_chunk.start(scores, d);
         } else {
           this->template start_with_terms<Chunk>(scores, terms + (C.tile_m + begin) * 4);
         }
@@ -165,9 +167,7 @@ struct TwoGroupWalk : BackwardParts<C> {
         if (first) mbarrier_wait(probabilities_barrier(step, half), step / Layout::kScoresTiles & 1);
         take_over(step, begin / 16, probabilities);
         if constexpr (C.scored()) {
-          this->template scored_chunk<Chunk>(here, here.tile * C.tile_m + begin)
-              .differentiate(probabilities, scores,
-                             [&](int pair) { return this->terms_at(terms + (C.tile_m + begin) * 4, pair); });
+          of_chunk.differentiate(probabilities, scores, d);
         } else {
           this->template differentiate<Chunk>(probabilities, scores);
         }

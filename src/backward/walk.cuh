@@ -21,10 +21,12 @@ struct BackwardWalk : BackwardParts<C> {
   using Barriers = OneGroupBarriers;
   using Parts::barriers, Parts::params, Parts::place, Parts::smem, Parts::warp;
   static constexpr int kChunks = C.tile_m / C.chunk;
+  /// Scored ones are long: the instruction cache has to hold what a step executes.
+  static constexpr int kUnrolledChunks = C.scored() ? 1 : kChunks;
   // What ptxas spills unless a step finds it anew: what is known of the walk, and where lanes read. With it, others
   // spill.
-  static constexpr bool kReadsWalk = C.arch != 120 || C.head_dim != 128 || C.writes_scores;
-  static constexpr bool kFindsLanes = (C.arch == 120) != (C.head_dim == 128);
+  static constexpr bool kReadsWalk = C.arch != 120 || C.head_dim != 128 || C.writes_scores || C.scored();
+  static constexpr bool kFindsLanes = (C.arch == 120) != (C.head_dim == 128) || C.scored();
 
   QueryWalk const walk;
   int const steps;  ///< of all heads
@@ -68,7 +70,7 @@ struct BackwardWalk : BackwardParts<C> {
       q_pipe.consumer_wait(step);
       uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
       uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
-      CUTE_UNROLL
+#pragma unroll(kUnrolledChunks)
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         typename T::Scores scores;
         typename T::Probabilities probabilities;
@@ -84,11 +86,11 @@ struct BackwardWalk : BackwardParts<C> {
           if (chunk == 0) dout_pipe.consumer_wait(step);
           if (params.dv != nullptr)
             this->template add_queries<QTile, T>(probabilities, dout_tile(step), begin / 16, dv);
-          cute::clear(scores);
+          auto const of_chunk = this->template scored_chunk<T>(at, at.tile * C.tile_m + begin);
+          auto const d = [&](int pair) { return this->terms_at(terms + (C.tile_m + begin) * 4, pair); };
+          of_chunk.start(scores, d);
           this->template add_scores<QTile, T>(values_of, dout_tile(step), begin / 16, scores);
-          this->template scored_chunk<T>(at, at.tile * C.tile_m + begin).differentiate(factors, scores, [&](int pair) {
-            return this->terms_at(terms + (C.tile_m + begin) * 4, pair);
-          });
+          of_chunk.differentiate(factors, scores, d);
           cute::copy(factors, probabilities);
         } else {
           this->template exponentiate<T>(masked, scores, probabilities, terms + begin * 4, at.tile * C.tile_m + begin);
