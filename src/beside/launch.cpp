@@ -139,10 +139,10 @@ void launch(Row const& row, RmsNormBackwardParams const& params, int device, cud
       p.walk == Walk::elements ? RmsNormBackwardParams::kColumns : RmsNormBackwardParams::kColumnsBeside;
   int const beside = ceil_div(p.dim, of_columns);  // all of which run at once, or a second launch sums
   // Of few rows, blocks are no larger than one needs: warps take turns in issuing instructions, those without a row
-  // too. A row that is alone has fewer of them, several rows a vector to a lane.
+  // too. A lane has a vector of a row, if the row is no longer.
   bool const few = kept && p.rows + beside <= resident;
-  bool const spread = (1 << p.lanes_log2) < std::min(p.dim / (kVectorBytes / bytes), row.threads());
-  if (few && spread && p.rows > 1) ++p.lanes_log2;
+  int const chunks = ceil_div(p.dim, kVectorBytes / bytes);
+  if (few && (1 << p.lanes_log2) < std::min(chunks, row.threads())) ++p.lanes_log2;
   int const threads = few ? std::max(RmsNormBackwardParams::kColumnsBeside, 1 << p.lanes_log2) : row.threads();
   int64_t const blocks = blocks_of(p.rows, p.lanes_log2, threads);
   bool const sums = p.dweight && kept && blocks + beside > resident;
@@ -151,8 +151,8 @@ void launch(Row const& row, RmsNormBackwardParams const& params, int device, cud
   p.parts = sums ? p.row_blocks : 0;
   int64_t const grid = int64_t(p.row_blocks) + (p.dweight && !sums ? beside : 0);
   require(grid <= INT_MAX, [] { return "rms_norm_backward takes fewer rows"; });
-  p.once = few;
-  int const smem_bytes = kept && !few ? ask_ahead(p, row, threads, kVectors * (p.dsum ? 3 : 2), turns) : 0;
+  p.once = few && chunks <= 1 << p.lanes_log2;
+  int const smem_bytes = kept && !p.once ? ask_ahead(p, row, threads, kVectors * (p.dsum ? 3 : 2), turns) : 0;
   set_places(p, unsigned(grid), threads, device);
   launch_kernel(row, dim3(unsigned(grid)), &p, device, stream, threads, smem_bytes);
   if (!sums) return;

@@ -50,65 +50,53 @@ __device__ void store_gradient(void* dx, int64_t at, float slope, float const (&
   store_rounded<T>(dx, at, g);
 }
 
-/// Few rows: each group of lanes has one at most, up to `Vectors` vectors of it in a lane. What a row takes is the time
-/// of what follows the wait, one thing after the other: addresses are there before, and all loads on their way at once.
-template <class T, class W, int Vectors, bool Summed>
+/// Few rows: each group of lanes has one at most, and a lane a vector of it. What a row takes is the time of what
+/// follows the wait, one thing after the other: addresses are there before, and all loads on their way at once.
+template <class T, class W, bool Summed>
 __device__ void norm_backward_once(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
   constexpr int kElements = kWidth<T>;
   using Values = Chunk<T, kElements>;
   using Factors = Chunk<W, kElements>;
-  Lane const lane(p.lanes_log2, int(blockDim.x));
-  bool const there = lane.row < p.rows;  // lanes without a row go along
-  int const row = there ? int(lane.row) : 0, end = there ? p.dim : 0;
-  int const first = lane.lane * kElements, step = lane.lanes * kElements;
+  Group const at(p.lanes_log2);
+  unsigned const number = blockIdx.x * at.groups + at.group;
+  int const column = at.lane * kElements;
+  bool const there = number < unsigned(p.rows) && column < p.dim;  // the other lanes go along
+  int const row = number < unsigned(p.rows) ? int(number) : 0;
   auto const begin_of = [&](void const* tensor, Strides const& s) {
-    return static_cast<T const*>(tensor) + offset_of(p, row, s) + first;
+    return static_cast<T const*>(tensor) + offset_of(p, row, s) + column;
   };
   T const* from = begin_of(p.x, p.x_stride);
   T const* gradient = begin_of(p.dout, p.dout_stride);
   T const* other = Summed ? begin_of(p.dsum, p.dsum_stride) : from;
-  T* to = static_cast<T*>(p.dx) + offset_of(p, row, p.dx_stride) + first;
-  W const* factors = static_cast<W const*>(p.weight) + first;
+  T* to = static_cast<T*>(p.dx) + offset_of(p, row, p.dx_stride) + column;
+  W const* factors = static_cast<W const*>(p.weight) + column;
   float const* scales = p.rstd + row;
   auto const prefetch = [&] {
     prefetch_to_l2(scales);
-#pragma unroll
-    for (int n = 0; n < Vectors; ++n) {
-      if (first + n * step >= end) continue;
-      prefetch_to_l2(from + n * step);
-      prefetch_to_l2(gradient + n * step);
-      if (p.weight) prefetch_to_l2(factors + n * step);
-      if constexpr (Summed) prefetch_to_l2(other + n * step);
-    }
+    if (!there) return;
+    prefetch_to_l2(from);
+    prefetch_to_l2(gradient);
+    if (p.weight) prefetch_to_l2(factors);
+    if constexpr (Summed) prefetch_to_l2(other);
   };
   wait_prefetching(p.rows > 0, p.early, prefetch, from, gradient, other, to, factors, scales);
 
-  Values x[Vectors], dout[Vectors], dsum[Vectors];
-  Factors weight[Vectors];
+  Values x{}, dout{}, dsum{};
+  Factors weight{};
   float const rstd = *scales;
-#pragma unroll
-  for (int n = 0; n < Vectors; ++n) {
-    x[n] = dout[n] = Values{}, weight[n] = Factors{};
-    if (first + n * step >= end) continue;
-    x[n] = Values::load(from + n * step);
-    dout[n] = Values::load(gradient + n * step);
-    if (p.weight) weight[n] = Factors::load(factors + n * step);
-    if constexpr (Summed) dsum[n] = Values::load(other + n * step);
+  if (there) {
+    x = Values::load(from);
+    dout = Values::load(gradient);
+    if (p.weight) weight = Factors::load(factors);
+    if constexpr (Summed) dsum = Values::load(other);
   }
-  float a[Vectors][kElements], g[Vectors][kElements], product = 0.f;
-#pragma unroll
-  for (int n = 0; n < Vectors; ++n) {
-    float w[kElements], columns[kElements] = {};  // other blocks add up those
-    read(x[n], a[n]);
-    read(dout[n], g[n]);
-    read_factors(p, weight[n], w);
-    scale(rstd, w, a[n], g[n], columns, product);
-  }
+  float a[kElements], g[kElements], w[kElements], columns[kElements] = {}, product = 0.f;  // columns: other blocks'
+  read(x, a);
+  read(dout, g);
+  read_factors(p, weight, w);
+  scale(rstd, w, a, g, columns, product);
   float const mean = sum_over_lanes(product, p.lanes_log2, shared.sums[0]) * p.per_dim, slope = rstd * mean * rstd;
-#pragma unroll
-  for (int n = 0; n < Vectors; ++n) {
-    if (first + n * step < end) store_gradient<Summed>(to, n * step, slope, a[n], g[n], dsum[n]);
-  }
+  if (there) store_gradient<Summed>(to, 0, slope, a, g, dsum);
 }
 
 /// Whole rows, up to `Vectors` vectors of each in a lane. A block goes from row to row, with weights and sums of
@@ -338,9 +326,7 @@ __device__ void norm_columns_of_any(RmsNormBackwardParams const& p, RmsNormBackw
 
 template <class T, class W, int Vectors, bool Summed>
 __device__ void norm_backward_kept(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
-  if (!p.once) return norm_backward_ahead<T, W, Vectors, Summed>(p, shared);
-  p.dim <= kWidth<T> << p.lanes_log2 ? norm_backward_once<T, W, 1, Summed>(p, shared)
-                                     : norm_backward_once<T, W, Vectors, Summed>(p, shared);
+  p.once ? norm_backward_once<T, W, Summed>(p, shared) : norm_backward_ahead<T, W, Vectors, Summed>(p, shared);
 }
 
 template <class T, class W, int Vectors>

@@ -46,13 +46,8 @@ variant together4x4heads8 rope "-DROPE=4" "$(together 4)" rope_params.h "$(heads
 variant parts3 rope "-DPARTS=3"
 variant ahead8 norm "-DAHEAD=8"
 variant blocks256 norm "-DNORM_BLOCKS=2"
-one_vector='s/if (few \&\& spread \&\& p.rows > 1)/if (few \&\& spread)/' # of a lane, also where a row is alone
-variant one_vector few "" "$one_vector" launch.cpp
-variant two_vectors few "" 's/if (few && spread && p.rows > 1)/if (false)/' launch.cpp # also of several rows
 variant unrolled_sum "norm few" "" \
   's/for (int other = warps \/ 2; other > 0; other \/= 2) x +=/_Pragma("unroll") for (int other = 8; other > 0; other \/= 2) if (other < warps) x +=/' rows.cuh
-variant prefetch_dx few "" 's/prefetch_to_l2(gradient + n \* step);/& prefetch_to_l2(to + n * step);/' rms_norm_backward.cuh # its translation
-variant columns256 few "" "$one_vector" launch.cpp 's/kColumnsBeside = 128/kColumnsBeside = 256/' params.h
 if [ "$what" != run ]; then wait; fi
 if [ "$what" = build ]; then exit; fi
 for n in "${!names[@]}"; do
