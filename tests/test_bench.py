@@ -419,15 +419,15 @@ def test_a_captured_call_is_timed_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [(), (16, 40)])
-def test_gradients_are_checked_and_a_wrong_one_is_found(causal: bool, lengths: tuple[int, ...]) -> None:
-    case = Case("backward", 2, 4, 2, 40, 40, 32, "float16", causal=causal, lengths=lengths)
+@pytest.mark.parametrize("of", [{}, {"lengths": (16, 40)}, *({"feature": x} for x in ("dropout", "mask", "head_bias"))])
+def test_gradients_are_checked_and_a_wrong_one_is_found(causal: bool, of: dict[str, Any]) -> None:
+    case = Case("backward", 2, 4, 2, 40, 40, 32, "float16", causal=causal, **of)
     inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
     call, check = gradients.ours(case, inputs), gradients.GradientCheck(case, inputs)
     found = call(0)
     assert check(found).within and not check(call(1)).within
     for x in found:
-        x[-1, -1, -1] += 0.1
+        x[-1, -1, (0, -1)] += 0.1
         assert not check(found).within
-        x[-1, -1, -1] -= 0.1
+        x[-1, -1, (0, -1)] -= 0.1
     assert case.name.endswith("_backward") and case.flop == 10 * 4 * case.visible_pairs * 32

@@ -98,7 +98,7 @@ class Case:
     @property
     def backward(self) -> bool:
         """Whether its gradients are computed, from what the forward left."""
-        return self.group == "backward"
+        return self.group in ("backward", "score_gradients")
 
     @property
     def featured(self) -> bool:
@@ -299,6 +299,11 @@ CASES: tuple[Case, ...] = (
     *_both(_mha("backward", 8, 16, 2048, 128, "bfloat16")),
     *_packed("backward", (2048,) * 8, 16, 16, 128),
     *_packed("backward", (4096, 7001, 5500), 16, 16, 128),
+    *(
+        replace(_mha("score_gradients", 4, 16, 2048, head_dim, "bfloat16", causal="mask" not in name), feature=name)
+        for head_dim in (128, 64)
+        for name in ("dropout", "alibi", "softcap", "mask", "head_bias")
+    ),
 )
 
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(case.group for case in CASES))

@@ -13,20 +13,17 @@ import torch
 from torch import Tensor
 
 from .cases import Case
-from .contenders import Error, Inputs
+from .contenders import Error, Inputs, reference
+from .features import DROPOUT, Feature
 
 Call = Callable[[int], tuple[Tensor, ...]]
 CHUNK = 1024
 """Queries whose dense scores are computed at once."""
 
 
-def packing(case: Case, device: torch.device) -> dict[str, Any]:
-    """What a call of packed sequences says."""
-    if not case.lengths:
-        return {}
-    ends = torch.tensor((0, *case.lengths)).cumsum(0).to(device, torch.int32)
-    longest = {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
-    return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, **longest}
+def said(case: Case, device: torch.device) -> dict[str, Any]:
+    """What a call of ``attention`` says besides q, k, v and causal."""
+    return {name: x for name, x in Feature(case, device).arguments.items() if name != "causal"}
 
 
 def gradients_of(inputs: Inputs) -> Tensor:
@@ -38,14 +35,16 @@ def gradients_of(inputs: Inputs) -> Tensor:
 
 def ours(case: Case, inputs: Inputs, row: str | None = None, deterministic: bool = False) -> Call:
     scale, causal = case.head_dim**-0.5, "bottom-right" if case.causal else "none"
-    said = packing(case, inputs.query.device)
+    from cutlass_fmha.arguments.op_arguments import op_arguments
+
+    more = op_arguments(inputs.query, said(case, inputs.query.device))
     op = torch.ops.cutlass_fmha
     dout = gradients_of(inputs)
-    found = [op.attend(*inputs[n], scale, causal, True, None, **said) for n in range(inputs.sets)]
+    found = [op.attend(*inputs[n], scale, causal, True, None, **more) for n in range(inputs.sets)]
 
     def call(number: int) -> tuple[Tensor, ...]:
         arguments = (dout[number], *inputs[number], *found[number], None, scale, causal)
-        gradients: tuple[Tensor, ...] = op.attend_backward(*arguments, row=row, deterministic=deterministic, **said)[:3]
+        gradients: tuple[Tensor, ...] = op.attend_backward(*arguments, row=row, deterministic=deterministic, **more)[:3]
         return gradients
 
     return call
@@ -53,12 +52,13 @@ def ours(case: Case, inputs: Inputs, row: str | None = None, deterministic: bool
 
 def row_of(case: Case, inputs: Inputs) -> str:
     """Name of the row that selection gives this problem."""
+    from cutlass_fmha.arguments.op_arguments import op_arguments
     from cutlass_fmha.dispatch import device as devices
     from cutlass_fmha.dispatch import gradients
     from cutlass_fmha.dispatch.describe import describe
     from cutlass_fmha.features import Features
 
-    features = Features(**packing(case, inputs.query.device))
+    features = Features(**op_arguments(inputs.query, said(case, inputs.query.device)))
     call = describe(inputs[0], "bottom-right" if case.causal else "none", features)
     return gradients.choose(call.problem, devices.of_index(inputs.query.get_device())).row.name
 
@@ -76,9 +76,10 @@ def summed(case: Case, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def flash(case: Case, inputs: Inputs) -> Call:
-    """FlashAttention-2's, which torch has."""
-    ends = packing(case, inputs.query.device).get("cu_seqlens_q")
-    sizes = (ends, ends, case.seqlen_q, case.seqlen_k, 0.0, case.causal)
+    """FlashAttention-2's, which torch has; with dropout, by numbers of its own."""
+    ends = said(case, inputs.query.device).get("cu_seqlens_q")
+    p = DROPOUT if case.feature == "dropout" else 0.0
+    sizes = (ends, ends, case.seqlen_q, case.seqlen_k, p, case.causal)
     dout = gradients_of(inputs)
     forward, backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
     kept = []
@@ -96,8 +97,9 @@ def flash(case: Case, inputs: Inputs) -> Call:
 
 
 def fused(case: Case, inputs: Inputs, name: str) -> Call:
-    """By the ops beneath torch's SDPA, "efficient" or "cudnn". What the forward leaves is found at the first
-    call, where a refusal is told."""
+    """By the ops beneath torch's SDPA, "efficient", which takes masks and biases, or "cudnn". What the forward leaves
+    is found at the first call, where a refusal is told."""
+    bias = _bias(case, inputs)
     dout = gradients_of(inputs).transpose(-3, -2)
     forward = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
     backward = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention_backward")
@@ -106,9 +108,9 @@ def fused(case: Case, inputs: Inputs, name: str) -> Call:
     def keep(number: int) -> tuple[Any, ...]:
         query, *shared = inputs[number]
         tensors = tuple(x.transpose(1, 2) for x in (query, *repeated(case, *shared)))
-        output, lse, *rest = forward(*tensors, None, True, 0.0, case.causal)
+        output, lse, *rest = forward(*tensors, bias, True, 0.0, case.causal)
         if name == "efficient":
-            return *tensors, None, output, lse, *rest, 0.0, [True, True, True, False], case.causal
+            return *tensors, bias, output, lse, *rest, 0.0, [True, True, True, False], case.causal
         *ends, seed, offset, _ = rest
         return *tensors, output, lse, seed, offset, None, *ends, 0.0, case.causal
 
@@ -121,8 +123,18 @@ def fused(case: Case, inputs: Inputs, name: str) -> Call:
     return call
 
 
+def _bias(case: Case, inputs: Inputs) -> Tensor | None:
+    """A mask or a bias as torch's op has it: added, of all scores."""
+    given = said(case, inputs.query.device)
+    bias: Tensor | None = given.get("bias")
+    if "mask" in given:
+        bias = torch.zeros_like(given["mask"], dtype=inputs.query.dtype).masked_fill(~given["mask"], -math.inf)
+    return None if bias is None else bias.expand(case.batch, case.num_heads, -1, -1)
+
+
 class GradientCheck:
-    """Compares the gradients of one case with dense fp64: of the last sequence and its last head of keys.
+    """Compares the gradients of one case with dense fp64: of the last sequence and its last head of keys, or, as
+    a feature is known of the first heads, its first two.
 
     The tolerance is twice the error that unfused math of the same dtype makes, plus two ulp of the largest.
     """
@@ -130,35 +142,51 @@ class GradientCheck:
     def __init__(self, case: Case, inputs: Inputs) -> None:
         self.lengths, self.group = case.lengths, case.num_heads // case.num_heads_kv
         tensors = [*inputs[0], gradients_of(inputs)[0]]
-        heads = (self.group, 1, 1, self.group)
-        q, k, v, dout = (self._last(x, n) for x, n in zip(tensors, heads, strict=True))
-        self.truth = dense(q, k, v, dout, case.causal, None)
+        self.first = bool(case.feature)
+        count = min(2, case.num_heads_kv) if self.first else 1
+        heads = (count * self.group, count, count, count * self.group)
+        q, k, v, dout = (self._own(x, n) for x, n in zip(tensors, heads, strict=True))
+        feature = Feature(case, q.device) if case.feature else None
+        self.truth = dense(q, k, v, dout, case.causal, None, feature)
         self.tolerance = []
-        unfused = dense(q, k, v, dout, case.causal, q.dtype)
+        unfused = dense(q, k, v, dout, case.causal, q.dtype, feature)
         for low, exact in zip(unfused, self.truth, strict=True):
             rounding = 2.0 * torch.finfo(q.dtype).eps * exact.abs().max().item()
             self.tolerance.append(2.0 * (low.double() - exact).abs().max().item() + rounding)
 
-    def _last(self, x: Tensor, heads: int) -> Tensor:
+    def _own(self, x: Tensor, heads: int) -> Tensor:
         """[heads, seqlen, head_dim]"""
         own = x[-1] if x.dim() == 4 else x[-self.lengths[-1] :]
-        return own[:, -heads:].transpose(0, 1)
+        return (own[:, :heads] if self.first else own[:, -heads:]).transpose(0, 1)
 
     def __call__(self, found: tuple[Tensor, ...]) -> Error:
         errors = []
         for x, exact, tolerance in zip(found, self.truth, self.tolerance, strict=True):
-            difference = (self._last(x, exact.shape[0]).double() - exact).abs()
+            difference = (self._own(x, exact.shape[0]).double() - exact).abs()
             errors.append(Error(difference.max().item(), tolerance, difference.mean().item()))
         return max(errors, key=lambda error: error.ratio if error.ratio == error.ratio else math.inf)
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, rounded: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    causal: bool,
+    rounded: torch.dtype | None,
+    feature: Feature | None = None,
+) -> tuple[Tensor, ...]:
     """dQ, dK and dV of heads that share keys, in fp64, or in fp32 with what must be rounded to a dtype.
 
-    q, dout: [heads, seqlen_q, head_dim]; k, v: [1, seqlen_k, head_dim].
+    q, dout: [heads, seqlen_q, head_dim]; k, v: [1, seqlen_k, head_dim]. With a feature, autograd's, in that dtype, of
+    any heads of keys.
     """
+    if feature is not None:
+        with torch.inference_mode(False), torch.enable_grad():  # the benchmark's mode, whose tensors are copied
+            q, k, v = (x.transpose(0, 1)[None].clone().requires_grad_() for x in (q, k, v))
+            out = reference(q, k, v, causal, torch.arange(q.shape[1], device=q.device), rounded is None, feature)
+            found = torch.autograd.grad(out, (q, k, v), dout.transpose(0, 1)[None].to(out.dtype, copy=True))
+        return tuple(x[0].transpose(0, 1).double() for x in found)
     dtype = torch.float64 if rounded is None else torch.float32
 
     def round_(x: Tensor) -> Tensor:

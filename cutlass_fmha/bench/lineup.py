@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,11 +55,15 @@ def line_up(
         found = {OURS: of(gradients.ours(case, inputs, row))}
         if row is None:
             found[DETERMINISTIC] = of(gradients.ours(case, inputs, deterministic=True))
-        if case.lengths:
+        if case.featured:
             found[PLAIN] = dense_backward(case, inputs)
-        if "flash" in peers:
-            found["flash"] = of(gradients.flash(case, inputs))
-        dense = () if case.lengths else ("cudnn", "efficient")
+        known = {"": ("cudnn", "efficient"), "mask": ("efficient",), "head_bias": ("efficient",)}
+        dense = () if case.lengths else known.get(case.feature, ())
+        if "flash" in peers and case.feature in ("", "dropout"):  # whose dropped numbers are its own
+            found["flash"] = replace(of(gradients.flash(case, inputs)), checked=not case.feature)
+        elif "flash" in peers and not dense:
+            plain = gradients.flash(case, inputs)
+            found[CAUSAL] = Contender(plain, case.plain.flop, case.plain.moved_bytes, checked=False)
         found |= {name: of(gradients.fused(case, inputs, name)) for name in dense if name in peers}
         return found | {name: of(x) for name, x in packages.line_up(case, inputs, peers, None).items()}
     if feature is not None:
@@ -88,7 +92,7 @@ def line_up(
 
 
 def dense_backward(case: Case, inputs: Inputs) -> Contender:
-    """Ours where all sequences are as long as the longest."""
+    """Ours where all sequences are as long as the longest, without a feature."""
     plain = make_inputs(case.plain, 1, inputs.query.device)
     call = gradients.ours(case.plain, plain)
     return Contender(lambda _: call(0), case.plain.flop, case.plain.moved_bytes, checked=False)

@@ -20,10 +20,11 @@ import torch
 import torch._functorch.config as functorch
 from torch import Tensor
 
+from . import gradients
 from .cases import PREFIX, WINDOW, Case
 from .contenders import Attention, Inputs
 from .features import DROPOUT, SOFTCAP, Feature
-from .gradients import Call, gradients_of, packing
+from .gradients import Call, gradients_of
 
 PAGE = 64
 WORKSPACE = 128 << 20
@@ -100,7 +101,7 @@ def line_up(case: Case, inputs: Inputs, names: Iterable[str], feature: Feature |
 
 def has(package: Package, case: Case) -> bool:
     if case.backward:
-        return package.gradients is not None and (package.packed or not case.lengths)
+        return package.gradients is not None and not case.feature and (package.packed or not case.lengths)
     if case.used or case.group == "wide":
         return False
     return package.packed if case.lengths else case.feature in ("", *package.features)
@@ -156,7 +157,7 @@ def flash(module: ModuleType, problem: Problem) -> Attention:
 def flash_gradients(module: ModuleType, problem: Problem, step: Callable[..., Any], **with_lse: bool) -> Call:
     """Of what a release of FlashAttention found before, by the function beneath its autograd (``step``)."""
     case, inputs = problem.case, problem.inputs
-    said, dout, scale = packing(case, inputs.query.device), gradients_of(inputs), case.head_dim**-0.5
+    said, dout, scale = gradients.said(case, inputs.query.device), gradients_of(inputs), case.head_dim**-0.5
     forward = module.flash_attn_varlen_func if said else module.flash_attn_func
     kept = [forward(*inputs[n], causal=case.causal, **said, **with_lse)[:2] for n in range(inputs.sets)]
 

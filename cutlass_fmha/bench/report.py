@@ -194,6 +194,7 @@ SECTIONS = {
     "Head dims between the rows'": ("dims",),
     "Packed queries over caches": ("paged",),
     "Backward": ("backward",),
+    "Backward with one feature": ("score_gradients",),
 }
 
 
