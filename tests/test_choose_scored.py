@@ -58,6 +58,7 @@ def test_what_plain_rows_lack_and_scored_ones_know():
     assert reasons(tile, block_mask=(64, 96)) == ""
     assert reasons(tile, block_mask=(96, 80)) == f"{blocks} 64 x 32, and these are 96 x 80"
     assert reasons(FEW_QUERY, block_mask=(64, 96)) == f"{blocks} 16 x 64, and these are 64 x 96"
+    assert "over pages" in reasons(tile, block_mask=(64, 96), page_size=16, window=(3, -1), causal="top-left")
 
 
 #: Of each family features that its rows take, beside a window, and others of which each is a reason.
