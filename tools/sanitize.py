@@ -74,13 +74,13 @@ def verdict(tool: str, status: int, output: str) -> str | None:
     return why and f"{tool} found nothing, and {why}"
 
 
-def run_tool(tool: str, parts: Sequence[str], seconds: float) -> str | None:
+def run_tool(tool: str, parts: Sequence[str], without: Sequence[str], seconds: float) -> str | None:
     """The problems of kernels under one tool; its output goes to the terminal. Returns the verdict."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         return "compute-sanitizer was not found on PATH: install the CUDA toolkit's sanitizer"
     command = [program, "--tool", tool, *TOOLS[tool], sys.executable, __file__]
-    command += ["--seconds", str(seconds), "--without", *UNSEEN.get(tool, ()), "--rows", *parts]
+    command += ["--seconds", str(seconds), "--without", *UNSEEN.get(tool, ()), *without, "--rows", *parts]
     # An allocation of its own for every tensor: inside the allocator's pool an access beyond one end would
     # hit another.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
         return check_kernels(options.rows, options.without, options.seconds)
     problems = []
     for tool in TOOLS if options.tool == "all" else (options.tool,):
-        problems.append(run_tool(tool, options.rows, options.seconds))
+        problems.append(run_tool(tool, options.rows, options.without, options.seconds))
         print(f"sanitize: {problems[-1] or f'{tool} found nothing'}", flush=True)
     return int(any(problems))
 
