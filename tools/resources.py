@@ -43,7 +43,7 @@ SHARED_PER_BLOCK_90, SHARED_PER_SM_90 = 227 * 1024, 228 * 1024
 #: fewer registers than it could.
 FEW_QUERIES = "_d128_m16n16w4k4_scored"
 HELPER_THREADS_PER_SM = WARPS_PER_SM * 32 // 2  # bound by memory: half of the warps keep it busy
-OTHER_THREADS = {"rms_norm": 512, "rope_backward": 384, "backward_after": 640}  # the last's float32 sums sinks alone
+OTHER_THREADS = {"rms_norm": 512, "rope_backward": 384, r"backward_after_sm\d+_f32": 640}  # that sums sinks alone
 
 Check = tuple[bool, str]
 """Whether something is fine, and the sentence that says what is wrong when it isn't."""
@@ -98,7 +98,7 @@ def _of_a_helper(kernel: Kernel, row: Any) -> list[Check]:
 
     A norm's and rope_backward's have whole rows on their way, 64 bytes a thread, where others have 16.
     """
-    least = next((n for name, n in OTHER_THREADS.items() if kernel.name.startswith(name)), HELPER_THREADS_PER_SM)
+    least = next((n for name, n in OTHER_THREADS.items() if re.match(name, kernel.name)), HELPER_THREADS_PER_SM)
     registers = -(-kernel.registers // 8) * 8 * row.threads
     blocks = min(REGISTERS_PER_SM // registers, SHARED_PER_SM // (kernel.shared + RESERVED_SHARED))
     told = f"{blocks} blocks of {row.threads} threads on an SM, for {kernel.registers} registers and {kernel.shared}"
