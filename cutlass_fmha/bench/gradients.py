@@ -21,9 +21,16 @@ CHUNK = 1024
 """Queries whose dense scores are computed at once."""
 
 
-def said(case: Case, device: torch.device) -> dict[str, Any]:
+def arguments_of(case: Case, device: torch.device) -> dict[str, Any]:
     """What a call of ``attention`` says besides q, k, v and causal."""
     return {name: x for name, x in Feature(case, device).arguments.items() if name != "causal"}
+
+
+def said_to_op(case: Case, inputs: Inputs) -> dict[str, Any]:
+    """The same as the op has it."""
+    from cutlass_fmha.arguments.op_arguments import op_arguments
+
+    return op_arguments(inputs.query, arguments_of(case, inputs.query.device))
 
 
 def gradients_of(inputs: Inputs) -> Tensor:
@@ -35,16 +42,14 @@ def gradients_of(inputs: Inputs) -> Tensor:
 
 def ours(case: Case, inputs: Inputs, row: str | None = None, deterministic: bool = False) -> Call:
     scale, causal = case.head_dim**-0.5, "bottom-right" if case.causal else "none"
-    from cutlass_fmha.arguments.op_arguments import op_arguments
-
-    more = op_arguments(inputs.query, said(case, inputs.query.device))
+    said = said_to_op(case, inputs)
     op = torch.ops.cutlass_fmha
     dout = gradients_of(inputs)
-    found = [op.attend(*inputs[n], scale, causal, True, None, **more) for n in range(inputs.sets)]
+    found = [op.attend(*inputs[n], scale, causal, True, None, **said) for n in range(inputs.sets)]
 
     def call(number: int) -> tuple[Tensor, ...]:
         arguments = (dout[number], *inputs[number], *found[number], None, scale, causal)
-        gradients: tuple[Tensor, ...] = op.attend_backward(*arguments, row=row, deterministic=deterministic, **more)[:3]
+        gradients: tuple[Tensor, ...] = op.attend_backward(*arguments, row=row, deterministic=deterministic, **said)[:3]
         return gradients
 
     return call
@@ -52,14 +57,12 @@ def ours(case: Case, inputs: Inputs, row: str | None = None, deterministic: bool
 
 def row_of(case: Case, inputs: Inputs) -> str:
     """Name of the row that selection gives this problem."""
-    from cutlass_fmha.arguments.op_arguments import op_arguments
     from cutlass_fmha.dispatch import device as devices
     from cutlass_fmha.dispatch import gradients
     from cutlass_fmha.dispatch.describe import describe
     from cutlass_fmha.features import Features
 
-    features = Features(**op_arguments(inputs.query, said(case, inputs.query.device)))
-    call = describe(inputs[0], "bottom-right" if case.causal else "none", features)
+    call = describe(inputs[0], "bottom-right" if case.causal else "none", Features(**said_to_op(case, inputs)))
     return gradients.choose(call.problem, devices.of_index(inputs.query.get_device())).row.name
 
 
@@ -77,7 +80,7 @@ def summed(case: Case, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def flash(case: Case, inputs: Inputs) -> Call:
     """FlashAttention-2's, which torch has; with dropout, by numbers of its own."""
-    ends = said(case, inputs.query.device).get("cu_seqlens_q")
+    ends = arguments_of(case, inputs.query.device).get("cu_seqlens_q")
     p = DROPOUT if case.feature == "dropout" else 0.0
     sizes = (ends, ends, case.seqlen_q, case.seqlen_k, p, case.causal)
     dout = gradients_of(inputs)
@@ -125,7 +128,7 @@ def fused(case: Case, inputs: Inputs, name: str) -> Call:
 
 def _bias(case: Case, inputs: Inputs) -> Tensor | None:
     """A mask or a bias as torch's op has it: added, of all scores."""
-    given = said(case, inputs.query.device)
+    given = arguments_of(case, inputs.query.device)
     bias: Tensor | None = given.get("bias")
     if "mask" in given:
         bias = torch.zeros_like(given["mask"], dtype=inputs.query.dtype).masked_fill(~given["mask"], -math.inf)

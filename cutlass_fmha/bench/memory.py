@@ -15,7 +15,7 @@ import torch
 from .cases import Case
 from .contenders import Inputs
 from .features import Feature
-from .gradients import said
+from .gradients import arguments_of
 
 
 def peak(call: Callable[[], object]) -> int:
@@ -37,7 +37,7 @@ def planned(
     from cutlass_fmha.memory.plan import memory_plan  # not above: another build may lack it (``against``)
 
     if case.backward:
-        given = {"causal": case.causal, **said(case, inputs.query.device)}
+        given = {"causal": case.causal, **arguments_of(case, inputs.query.device)}
         plan = memory_plan(*inputs[0], backward=True, device=device, **given)
         return plan.backward - plan.of_backward["output's gradient"]
     arguments = feature.arguments if feature else {"causal": case.causal}

@@ -20,11 +20,10 @@ import torch
 import torch._functorch.config as functorch
 from torch import Tensor
 
-from . import gradients
 from .cases import PREFIX, WINDOW, Case
 from .contenders import Attention, Inputs
 from .features import DROPOUT, SOFTCAP, Feature
-from .gradients import Call, gradients_of
+from .gradients import Call, arguments_of, gradients_of
 
 PAGE = 64
 WORKSPACE = 128 << 20
@@ -157,7 +156,7 @@ def flash(module: ModuleType, problem: Problem) -> Attention:
 def flash_gradients(module: ModuleType, problem: Problem, step: Callable[..., Any], **with_lse: bool) -> Call:
     """Of what a release of FlashAttention found before, by the function beneath its autograd (``step``)."""
     case, inputs = problem.case, problem.inputs
-    said, dout, scale = gradients.said(case, inputs.query.device), gradients_of(inputs), case.head_dim**-0.5
+    said, dout, scale = arguments_of(case, inputs.query.device), gradients_of(inputs), case.head_dim**-0.5
     forward = module.flash_attn_varlen_func if said else module.flash_attn_func
     kept = [forward(*inputs[n], causal=case.causal, **said, **with_lse)[:2] for n in range(inputs.sets)]
 

@@ -124,7 +124,7 @@ def results_of(case: Case, device: torch.device) -> Iterator[dict[str, Any]]:
 def rows_for(case: Case, inputs: Inputs, feature: Feature | None) -> tuple[list[str | None], str | None]:
     """The rows that can run a case, None for the CPU backend; and why there are none."""
     if case.backward:
-        said = gradients.said(case, inputs.query.device)
+        said = gradients.arguments_of(case, inputs.query.device)
         found = explain(*inputs[0], backward=True, causal=case.causal, **said)
         rows = [found.winner] if found.winner is not None else []
     else:
