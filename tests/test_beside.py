@@ -214,9 +214,9 @@ def test_a_block_is_compiled_whole(name: str):
 
 WITH_FLOAT32 = (
     "combine", "merge", "append", "rotary", "rope", "rope_backward", "rope_weights", "gated",
-    "gated_backward", "backward_before", "rms_norm", "rms_norm_backward", "rms_norm_weights",
+    "gated_backward", "backward_before", "backward_after", "rms_norm", "rms_norm_backward", "rms_norm_weights",
 )  # fmt: skip
-WITHOUT_FLOAT32 = ("merge_tail", "backward_after", "backward_lists")
+WITHOUT_FLOAT32 = ("merge_tail", "backward_lists")
 
 
 def test_every_architecture_has_every_kernel():
