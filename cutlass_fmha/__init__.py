@@ -53,7 +53,7 @@ try:
             "`pip install .`, and start Python outside the source tree or with -P"
         ) from error
 
-    from cutlass_fmha.attention import attention, scaled_dot_product_attention
+    from cutlass_fmha.attention import attention
     from cutlass_fmha.cascade import cascade_attention, merge_states
     from cutlass_fmha.dispatch.explain import explain
     from cutlass_fmha.dispatch.gradients import set_deterministic_workspace
@@ -67,6 +67,7 @@ try:
     from cutlass_fmha.norm import rms_norm
     from cutlass_fmha.qk_norm_rope import qk_norm_rope
     from cutlass_fmha.rotary import rotary, rotary_qk
+    from cutlass_fmha.scaled_dot_product import scaled_dot_product_attention
     from cutlass_fmha.torch_sdpa import sdpa
 
     _configure_log()

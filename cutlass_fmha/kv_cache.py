@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from cutlass_fmha import private_torch
+from cutlass_fmha import autocast, private_torch
 from cutlass_fmha.arguments import check, check_features, results, tensors
 from cutlass_fmha.arguments.op_arguments import op_arguments, window_sides
+from cutlass_fmha.arguments.results import OUT, RESULTS
 from cutlass_fmha.arguments.signature import lists_features, refuse_name
-from cutlass_fmha.attention import attend_cache, check_cache
-from cutlass_fmha.features import CacheArguments
+from cutlass_fmha.call import call_attention
+from cutlass_fmha.features import CacheArguments, Features, Sizes
 from cutlass_fmha.launch import plan
 from cutlass_fmha.ops import append_kv, dispatcher
 from cutlass_fmha.ops.append_kv import Append, capacity_of, check_room
@@ -265,3 +268,71 @@ def _checked(q: Tensor, call: Any, features: Mapping[str, Any]) -> Any:
     if k is not None and cache_seqlens is None:
         raise ValueError("k and v are appended behind cache_seqlens rows, and cache_seqlens is None")
     return Append(*[vectors.get(name, getattr(call, name)) for name in Append._fields])
+
+
+def attend_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float | None,
+    causal: bool | str | None,
+    return_lse: bool,
+    row: str | None,
+    features: Mapping[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """``attention`` for ``with_kv_cache``, under its names."""
+    casts = _casts_to(k_cache)
+    q, arguments = _over_a_cache(q, k_cache, v_cache, causal, return_lse, features)
+    # The op would cast what it can't know to be a cache.
+    with autocast.off(k_cache.device.type) if casts else nullcontext():
+        rest = (scale, check.causal_name(causal), return_lse, "bshd", row, NAMES)
+        found: tuple[Tensor, Tensor | None] = call_attention(q, k_cache, v_cache, *rest, arguments)
+        return found
+
+
+def _casts_to(k_cache: Tensor) -> bool:
+    """Whether autocast has a say, which for a cache is that all else gets its dtype."""
+    return private_torch.any_autocast_enabled() and autocast.dtype_of(k_cache) is not None
+
+
+def _over_a_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, causal: object, return_lse: bool, features: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """q and the op's keyword arguments, as autocast has them."""
+    check.causal_name(causal)
+    if _casts_to(k_cache):
+        q, _, _, features = autocast.operands(q, k_cache, v_cache, features, k_cache.dtype)
+    return q, op_arguments(q, features, "q", RESULTS if check.flag("return_lse", return_lse) else OUT)
+
+
+def check_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seqused_k: Tensor | None,
+    scale: float | None = None,
+    causal: bool | str | None = False,
+    return_lse: bool = False,
+    row: str | None = None,
+    **features: Any,
+) -> None:
+    """Raises what ``attend_cache`` would say of its arguments, before the cache is written to; what lies in memory is
+    not looked at."""
+    if torch.compiler.is_compiling():  # nothing is written before all shapes are known
+        return
+    if scale is not None:
+        check.finite_scale(scale)
+    if row is not None:
+        check.row_name(row)
+    given = {**features, "seqused_k": seqused_k}
+    q, arguments = _over_a_cache(q, k_cache, v_cache, causal, return_lse, given)
+    said = {name: x for name, x in arguments.items() if name not in RESULTS}
+    tensors = (q, k_cache, v_cache)
+
+    def checked() -> Sizes:
+        return check_features.check_features(tensors, Features(**said), NAMES)
+
+    if type(q) is Tensor and q.is_cuda:  # a step's host time counts: once for calls that are alike
+        plan.kept("check_cache", (*tensors, *said, *said.values()), checked)
+    else:
+        checked()

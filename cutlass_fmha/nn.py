@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cutlass_fmha.arguments import check, tensors
-from cutlass_fmha.attention import attention, check_cache
+from cutlass_fmha.attention import attention
 from cutlass_fmha.gates import gelu_and_mul, silu_and_mul, swiglu_mlp
-from cutlass_fmha.kv_cache import advances, with_kv_cache
+from cutlass_fmha.kv_cache import advances, check_cache, with_kv_cache
 from cutlass_fmha.norm import rms_norm
 from cutlass_fmha.ops.rows import check_like
 from cutlass_fmha.qk_norm_rope import qk_norm_rope

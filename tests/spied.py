@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 import cutlass_fmha
-from cutlass_fmha.attention import packed_attention
+from cutlass_fmha.call import packed_attention
 from cutlass_fmha.integrations import transformers as integration
 
 

@@ -26,7 +26,7 @@ from cutlass_fmha import _C, Workspace, log
 from cutlass_fmha.arguments.check import NAMES
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.results import RESULTS
-from cutlass_fmha.attention import packed_attention
+from cutlass_fmha.call import packed_attention
 from cutlass_fmha.dispatch import blocks, describe, device
 from cutlass_fmha.dispatch.families.family import Prepared
 from cutlass_fmha.dispatch.problem import FEATURES

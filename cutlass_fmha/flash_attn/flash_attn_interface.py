@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha.arguments.op_arguments import SEEDS
-from cutlass_fmha.attention import attention, contiguous_rows, have_contiguous_rows
+from cutlass_fmha.attention import attention
+from cutlass_fmha.contiguous import contiguous_rows, have_contiguous_rows
 from cutlass_fmha.dropout import dropout_mask
 from cutlass_fmha.kv_cache import with_kv_cache
 

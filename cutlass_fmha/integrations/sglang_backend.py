@@ -18,7 +18,7 @@ from torch import Tensor
 from cutlass_fmha import tally
 from cutlass_fmha.arguments.check import PAGE_UNIT, dtype_name
 from cutlass_fmha.arguments.op_arguments import op_arguments
-from cutlass_fmha.attention import attend_known
+from cutlass_fmha.call import attend_known
 from cutlass_fmha.dispatch.problem import typical_length
 from cutlass_fmha.integrations.serving import why_not
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cutlass_fmha.attention import attention, packed_attention
+from cutlass_fmha.attention import attention
+from cutlass_fmha.call import packed_attention
 from cutlass_fmha.integrations.padding import SAID, Said, packing, padding
 from cutlass_fmha.integrations.transformers_apply import Applied, apply
 

@@ -15,9 +15,9 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cutlass_fmha import private_torch, tally
-from cutlass_fmha.attention import scaled_dot_product_attention
 from cutlass_fmha.launch.recent import Recent
 from cutlass_fmha.ops.dispatcher import has_tangent
+from cutlass_fmha.scaled_dot_product import scaled_dot_product_attention
 from cutlass_fmha.torch_sdpa.calls import calls
 
 NAME = "scaled_dot_product_attention"

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha import autocast, private_torch, tally
-from cutlass_fmha.attention import attention, contiguous_rows
+from cutlass_fmha.attention import attention
+from cutlass_fmha.contiguous import contiguous_rows
 from cutlass_fmha.features import NO_LIMIT
 from cutlass_fmha.torch_sdpa.calls import calls
 

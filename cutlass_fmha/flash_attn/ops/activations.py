@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cutlass_fmha import gates
-from cutlass_fmha.attention import contiguous_rows
+from cutlass_fmha.contiguous import contiguous_rows
 
 
 def swiglu(x: Tensor, y: Tensor) -> Tensor:

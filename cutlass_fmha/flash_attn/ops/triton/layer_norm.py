@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cutlass_fmha.arguments import check
-from cutlass_fmha.attention import contiguous_rows
+from cutlass_fmha.contiguous import contiguous_rows
 from cutlass_fmha.norm import rms_norm
 from cutlass_fmha.ops.rows import check_like
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha.arguments import check, tensors
-from cutlass_fmha.attention import contiguous_rows
+from cutlass_fmha.contiguous import contiguous_rows
 from cutlass_fmha.ops import dispatcher
 from cutlass_fmha.ops.angles import Angles
 
