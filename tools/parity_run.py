@@ -27,7 +27,7 @@ import unittest
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -235,20 +235,28 @@ def judge_op(op: str, check: Callable[..., None], tally: Tally, seed: int, line:
 
 
 def simulation(arch: int | None, seed: int) -> dict[str, str]:
-    seeded = {"CUTLASS_FMHA_SIMULATED_ARCH": str(arch), "CUTLASS_FMHA_SIMULATOR_SEED": str(seed)}
-    return seeded if gpu.simulated() else {}
+    names = ("CUTLASS_FMHA_SIMULATED_ARCH", "CUTLASS_FMHA_FORCE_ARCH", "CUTLASS_FMHA_SIMULATOR_SEED")
+    return dict(zip(names, map(str, (arch, arch, seed)), strict=True)) if gpu.simulated() else {}
 
 
 def check_listed(row: Any, seed: int, tally: Tally) -> None:
     """Runs the tests' listed problems that take little time, and stops at the first mismatch."""
-    made = itertools.chain(*GROUPS.values()) if row.takes_features else listed()
-    for number, problem in enumerate(dict.fromkeys(launches.fit(problem, row) for problem in made)):
-        if is_short(problem) and not tally.failure:
+    if gradients := row.family.startswith("backward"):  # by seeds of their own, which say how they are launched
+        made = [replace(problem, seed=problem.seed or n) for n, problem in enumerate(backward_launch.listed(row))]
+    else:
+        made = [*itertools.chain(*GROUPS.values())] if row.takes_features else listed()
+        made = [problem for problem in dict.fromkeys(launches.fit(each, row) for each in made) if is_short(problem)]
+    for number, problem in enumerate(made):
+        if not tally.failure:
             judge(row, problem, tally, seed + number)
+    if gradients and row.dtype == "float16" and not tally.failure:
+        for problem in backward_launch.OVERFLOWING:
+            judge(row, problem, tally, make=backward_launch.BackwardLaunch.overflowing)
 
 
-def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
-    """One problem on one row. ``seed``: of every order that a GPU leaves open, where that is a simulator."""
+def judge(row: Any, problem: Any, tally: Tally, seed: int = 0, make: Callable[..., Any] | None = None) -> None:
+    """One problem on one row. ``seed``: of every order that a GPU leaves open, where that is a simulator. ``make``:
+    another launch of it than the line tells that repeats it."""
     gradients = row.family.startswith("backward")
     problem = (backward_launch if gradients else launches).fit(problem, row)
     line = f"python tools/parity_run.py --rows {row.name} --problem '{json.dumps(asdict(problem))}'"
@@ -257,8 +265,8 @@ def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
     line = " ".join([*(f"{name}={value}" for name, value in settings.items()), line])
     try:
         with mock.patch.dict(os.environ, settings):
-            make = backward_launch.BackwardLaunch.drawn if gradients else launches.Launch.of
-            launch = make(row, problem, gpu.device())
+            usual = backward_launch.BackwardLaunch.drawn if gradients else launches.Launch.of
+            launch = (make or usual)(row, problem, gpu.device())
             launch.run()
         errors, intact = launch.errors(), launch.intact()
     except Exception as error:  # a sticky CUDA error, too: nothing can be trusted after it
