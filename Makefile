@@ -82,7 +82,7 @@ $(STAMPS)/demo: $(DEMO) | $(STAMPS)/torch
 	@$(DEVELOP) requirements $(DEMO)
 	@touch $@
 
-$(STAMPS)/integrations: requirements/integrations.txt | $(STAMPS)/torch
+$(STAMPS)/integrations: requirements/integrations.txt requirements/jax.txt | $(STAMPS)/torch
 	@$(DEVELOP) requirements $^
 	@touch $@
 
@@ -115,7 +115,7 @@ demo-build:
 TEST_SUBSET = $(if $(filter-out file,$(origin SUBSET)),$(SUBSET),$(if $(wildcard $(STAMP)),,ci))
 test: $(STAMPS)/demo $(STAMPS)/integrations
 	@$(MAKE) build SUBSET='$(TEST_SUBSET)'
-	@workers=$$($(VENV_PYTHON) -c 'import xdist' 2>/dev/null && echo '-n $(TEST_WORKERS) --dist loadfile --max-worker-restart=0' || true) \
+	@workers=$$($(VENV_PYTHON) -c 'import xdist' 2>/dev/null && echo '-n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0' || true) \
 	  && $(VENV_PYTHON) -m pytest $$workers $(ARGS)
 
 sass: build

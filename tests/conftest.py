@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 REPORT = pytest.StashKey[ParityReport]()
 LEFT_OUT = pytest.StashKey[int]()
 TMA_TESTS = "test_parity_tma.py"
+#: Without a GPU, the files that take minutes: a worker has a file whole, and nobody waits for one that began last.
+LONGEST = ("test_simulated_parity.py", "test_tune.py", "test_resources.py", "test_wheel.py", "test_training.py")
 #: Of a gate, the tests that take minutes.
 SLOWEST = re.compile(r"::test_listed_problems\[widebwd|\[compiled")
 BYTES_OF_MUCH = 2**34  # at most half of that lies between the strides that don't fit an int
@@ -69,6 +71,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if is_worker(config) and config.getoption("markexpr") == "gpu":
         items[:] = spread(items, config.workerinput["workercount"])
+    else:
+        items.sort(key=lambda item: (*LONGEST, item.path.name).index(item.path.name))
 
 
 def spread(items: list[Any], shares: int) -> list[Any]:
