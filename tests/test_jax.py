@@ -104,6 +104,9 @@ def test_results_and_gradients_are_the_packages_and_an_eager_call_is_compiled_on
     if name == "dropout":
         other = cutlass_fmha.attention(*given, **said | {"dropout_seed": numpy.int64(12)})
         assert not jnp.array_equal(other, fmha.attention(*given, **said))
+    if name == "window":  # NumPy's and JAX's numbers are numbers
+        for pair in (numpy.array([9, 3]), jnp.array([9, 3])):
+            close(fmha.attention(*given, window=pair), want, where)
     assert traced._compiled._cache_size() == programs
     fmha.attention(*given, **said | {"scale": 0.25})
     assert traced._compiled._cache_size() == programs + 1

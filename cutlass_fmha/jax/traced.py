@@ -150,6 +150,9 @@ def _sides(features: Mapping[str, Any]) -> tuple[Said, dict[str, Any]]:
             said[name] = tuple(value[2:])
         elif name == "dropout_seed" and _is_seed(value):
             arrays[name] = _halves(int(value))
+        elif name in calls.NUMBERS and _is_array(value) and not isinstance(value, jax.core.Tracer):
+            number = value.tolist()
+            said[name] = tuple(number) if isinstance(number, list) else number
         else:
             (arrays if _is_array(value) else said)[name] = value
     return tuple(said.items()), arrays
