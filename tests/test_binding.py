@@ -85,12 +85,6 @@ def test_a_rows_attributes_agree_with_its_name(row: _C.Row):
         row.tile_m = 1  # type: ignore[misc]
 
 
-def test_there_is_one_launch_one_attribute_cache_and_one_device_guard():
-    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*") if path.suffix in (".cpp", ".h"))
-    for what in ("cudaLaunchKernel", "cudaLaunchKernelExC", "cudaFuncSetAttribute", "DeviceGuard guard"):
-        assert sources.count(f"{what}(") == 1, what
-
-
 SOMEWHERE = 4096
 #: A call that is right but for there being nothing at its addresses.
 RIGHT: dict[str, Any] = {

@@ -41,9 +41,8 @@ def kernels(monkeypatch) -> FakeKernels:
     return fake
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_a_launch_packs_what_its_tensors_hold(kernels: FakeKernels, group: str):
-    for problem in GROUPS[group]:
+def test_a_launch_packs_what_its_tensors_hold(kernels: FakeKernels):
+    for problem in [*itertools.chain(*GROUPS.values())][::5]:
         launch = Launch.of(ROW, problem, "cpu")
         launch.check()
         assert launch.plan.splits == (problem.num_splits or 1)

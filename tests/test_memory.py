@@ -393,10 +393,9 @@ def test_what_is_no_workspace_and_can_not_be_planned():
 
 def test_the_guide_and_the_command_tell_what_is_computed(capsys, monkeypatch, refused):
     text = MEMORY.read_text()
-    example, loop = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    example, _ = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     exec(compile(example, str(MEMORY), "exec"), names := {})
     assert textwrap.indent(f"{names['plan']}", "    ") in text
-    exec(compile(loop, str(MEMORY), "exec"), names)
     assert all(table in text for table in command.markdown(command.figures()).split("\n\n"))
     # Gradients included, from 2048 tokens on, of all three models.
     assert all(command.of_model(name, 2048, "l4", True).share_saved >= 0.7 for name in command.MODELS)

@@ -157,14 +157,6 @@ def test_the_subset_has_every_tile_and_both_builds_are_within_their_budget():
     assert SECONDS_PER_ROW * len(subset) <= 3000 and SECONDS_PER_ROW * len(rows) <= 7000
 
 
-def test_this_build_is_the_subset_or_more():
-    """What the tests of this directory judge is no smaller than what ``make test`` compiles."""
-    built = {row.name for row in (*_C.rows(), *_C.backward_rows())}
-    architectures = {f"sm{arch}" for arch in _C.build_info()["architectures"]}  # type: ignore[union-attr]
-    expected = {name for name, in_subset in resources.manifest_rows().items() if in_subset}
-    assert {name for name in expected if name.split("_")[1] in architectures} <= built
-
-
 BUILD = "develop.py build '{}' '' '{}'"
 
 
@@ -230,14 +222,14 @@ extern "C" __global__ void traps(float* x, int n) {
 """
 
 
-@pytest.mark.parametrize("arch", [89, 90, 120])
-def test_what_the_compiler_made_is_read(arch: int, tmp_path: Path):
+def test_what_the_compiler_made_is_read(tmp_path: Path):
     """What is right is read from the rows of the build, above."""
     (tmp_path / "planted.cu").write_text(PLANTED)
-    target = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    cubin.run_tool("nvcc", "-fatbin", target, "-o", tmp_path / "planted.fatbin", tmp_path / "planted.cu")
-    planted = {kernel.name: kernel for kernel in cubin.read_kernels(tmp_path / "planted.fatbin")}
-    spills, traps = planted.pop("spills"), planted.pop("traps")
-    assert not planted and (spills.arch, traps.arch) == (arch, arch)
-    assert spills.count("LDL", "STL") > 0 and spills.stack + spills.local > 0
-    assert (traps.stack, traps.shared, traps.count("BPT")) == (256, 48000, 1)
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (89, 90, 120)]
+    cubin.run_tool("nvcc", "-fatbin", *targets, "-o", tmp_path / "planted.fatbin", tmp_path / "planted.cu")
+    planted = {(kernel.name, kernel.arch): kernel for kernel in cubin.read_kernels(tmp_path / "planted.fatbin")}
+    for arch in (89, 90, 120):
+        spills, traps = planted.pop(("spills", arch)), planted.pop(("traps", arch))
+        assert spills.count("LDL", "STL") > 0 and spills.stack + spills.local > 0
+        assert (traps.stack, traps.shared, traps.count("BPT")) == (256, 48000, 1)
+    assert not planted

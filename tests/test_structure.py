@@ -38,6 +38,9 @@ DEFINITIONS: dict[str, tuple[str, str]] = {
         r"\.(template )?step<",
         "forward/tile_walk.cuh forward/step_walk.cuh host_model.cpp",
     ),
+    "a launch, and what a kernel may use": (r"cudaLaunchKernel\(|cudaFuncSetAttribute\(", "table.cpp"),
+    "a launch that overlaps": (r"cudaLaunchKernelExC\(", "dependent_launch.h"),
+    "the device of a launch": (r"DeviceGuard guard\(", "device_guard.h"),
     "where key parts meet": (r"softmax\.row_sum.*\n.*Layout::sums", "core/key_parts.cuh"),
 }
 

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,16 +128,21 @@ def manifest_rows() -> dict[str, bool]:
     """Row of the manifest -> whether it is in the subset that ``make test`` compiles. Raises ReportError where CMake,
     whose language the manifest is in, is missing or too old."""
     try:
-        command = [find_program("cmake"), "-P", str(ROOT / "cmake" / "list_rows.cmake")]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return dict(_listed(find_program("cmake")))
     except BuildError as error:
         raise ReportError(str(error)) from error
     except subprocess.CalledProcessError as error:
         raise ReportError(f"CMake can't list the manifest's rows: {' '.join(error.stderr.split())}") from error
-    return {name: in_subset == "ON" for name, in_subset in map(str.split, text.splitlines())}
 
 
-def helper_names(rows: dict[str, bool]) -> set[str]:
+@functools.cache
+def _listed(cmake: str) -> tuple[tuple[str, bool], ...]:
+    command = [cmake, "-P", str(ROOT / "cmake" / "list_rows.cmake")]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return tuple((name, in_subset == "ON") for name, in_subset in map(str.split, text.splitlines()))
+
+
+def helper_names(rows: Iterable[str]) -> set[str]:
     """The kernels beside attention that CMake compiles for the architectures of ``manifest_rows``."""
     kinds = re.findall(r'^  "(\w+) \w+ ([\w ]+)"\)?$', (ROOT / "cmake" / "Helpers.cmake").read_text(), re.MULTILINE)
     return {f"{kind}_{arch}_{x}" for kind, xs in kinds for x in xs.split() for arch in {r.split("_")[1] for r in rows}}
