@@ -4,6 +4,7 @@ A simulator's rows can be tested, too; a GPU's own behaviour (graphs, far stride
 """
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -401,6 +402,15 @@ def test_only_gradients_of_what_float16_has_no_number_for_are_not_finite(row: _C
         launch = check(BackwardLaunch.overflowing(row, problem, DEVICE), parity)
         finite.append([bool(launch.found[name].isfinite().all()) for name in "qk"])
     assert not any(map(all, zip(*finite, strict=True)))
+
+
+@gpu.by_row([row for row in GRADIENTS if row.scored])
+def test_a_nan_of_a_key_reaches_no_other_heads_bias(row: _C.Row):
+    launch = BackwardLaunch.of(row, Problem(113, 70, bias=("bhqk", "float32", "plain"), num_heads=2, batch=1), DEVICE)
+    launch.call.k[:, 3, 0] = math.nan
+    launch.run()
+    of_its_own, of_other = launch.found["bias"][0]
+    assert of_its_own[:, 3].isnan().all() and of_other.isfinite().all() and launch.intact()
 
 
 @by_row_of_gradients

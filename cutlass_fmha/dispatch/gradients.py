@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from cutlass_fmha import _C
@@ -112,6 +113,22 @@ def scores_of_a_head(row: Row, problem: Problem) -> int:
     if "prefix" in problem.features:
         p.prefix_lengths = 4  # there is one: nothing reads it
     return _C.BackwardParams(p).scores_bytes(row.tile_m, row.tile_n)
+
+
+def bias_sums(own: tuple[int, ...], whole: tuple[int, ...], deterministic: bool, most: int | None) -> tuple[int, ...]:
+    """The shape of what a bias's gradient is summed in: its own, where sums over what it is broadcast along come in any
+    order; where that has to be fixed that of all scores, ``whole``, which torch sums. Raises UnsupportedError where
+    these take more bytes than ``most``, or than ``deterministic_workspace()``."""
+    if not deterministic or (1,) * (4 - len(own)) + own == whole:
+        return own
+    most = deterministic_workspace() if most is None else most
+    if (size := 4 * math.prod(whole)) > most:
+        raise UnsupportedError(
+            f"the gradient of a bias that is broadcast is summed, where its bits have to be the same each time, of one "
+            f"of all scores, {size} bytes, and deterministic_workspace is {most}: pass more, or, of packed sequences, "
+            "max_seqlen_q and max_seqlen_k"
+        )
+    return whole
 
 
 def writes_scores(row: Row) -> bool:

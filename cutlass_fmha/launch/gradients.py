@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -39,6 +38,7 @@ class Plan(NamedTuple):
     zeros: bool  # not all of the gradients of q, k and v is written
     bias_shape: tuple[int, ...]  # of the sums that its gradient is made of; those of a broadcast one may be whole
     bias_stride: tuple[int, int, int, int]
+    masked: bool  # by a mask that hides nothing
     ordered: bool
     heads: int  # of keys whose dS is in memory at a time
     scores: int  # bytes of it
@@ -98,18 +98,14 @@ def launch(
         for name, field in plan.addresses:
             setattr(params, field, said[name].data_ptr())
         params.o_stride, params.dout_stride = strides(output), strides(dout)
-        for name, x in zip(("dq", "dk", "dv"), found, strict=True):
-            if x.numel():
-                setattr(params, name, x.data_ptr())
-                setattr(params, f"{name}_stride", strides(x))
-        if bias.numel():
-            params.dbias, params.dbias_stride = bias.data_ptr(), plan.bias_stride
-        if sinks.numel():
-            params.dsinks = sinks.data_ptr()
-        params.ordered = plan.ordered
+        _add_results(params, found, bias, sinks, plan.bias_stride)
+        if plan.masked:
+            mask = scratch.empty((1,), torch.int32).fill_(1)  # a byte that says yes
+            params.mask = mask.data_ptr()
         if plan.heads:
             scores = scratch.empty((plan.scores // 4,), torch.float32)
             params.scores, params.scores_turn = scores.data_ptr(), plan.heads
+        params.ordered = plan.ordered
         params.dout, params.dlse, params.workspace = dout.data_ptr(), address(dlse), workspace.data_ptr()
         scratch.check()
         if not q.is_meta:
@@ -126,6 +122,24 @@ def launch(
             if to is not None and x.numel() and x.data_ptr() != to.data_ptr():
                 to.copy_(x)
         return results
+
+
+def _add_results(
+    params: _C.BackwardParams,
+    found: Sequence[Tensor],
+    bias: Tensor,
+    sinks: Tensor,
+    bias_stride: tuple[int, int, int, int],
+) -> None:
+    """Where gradients are written: none of what is empty."""
+    for name, x in zip(("dq", "dk", "dv"), found, strict=True):
+        if x.numel():
+            setattr(params, name, x.data_ptr())
+            setattr(params, f"{name}_stride", strides(x))
+    if bias.numel():
+        params.dbias, params.dbias_stride = bias.data_ptr(), bias_stride
+    if sinks.numel():
+        params.dsinks = sinks.data_ptr()
 
 
 def workspace_cap(said: Mapping[str, Any]) -> int:
@@ -193,12 +207,17 @@ def _prepare(
     route = gradients.choose(problem, device, name, ordered, workspace_cap(said))
     row = route.row
     decisions.decision_of_gradients(problem, device, route, name is not None)
-    bias_shape = _bias_shape(features, call.sizes, workspace_cap(said)) if problem.bias_gradient else (0,)
+    bias_shape: tuple[int, ...] = (0,)
+    if problem.bias_gradient and features.bias is not None:
+        whole = (call.sizes.batch, call.sizes.num_heads, call.sizes.seqlen_q, call.sizes.seqlen_k)
+        bias_shape = gradients.bias_sums(tuple(features.bias.shape), whole, features.deterministic, workspace_cap(said))
     bias = broadcast_strides(torch.empty(bias_shape, device="meta"), call.sizes)
     params = _C.BackwardParams(_sized(params_of(call.sizes, call.features, call.causal, call.strides), call.sizes))
     # A wide row sums dQ in registers, in a fixed order.
     sums = row.family != "backward_wide" and not gradients.writes_scores(row)
     params.ordered, params.dsinks = sums and features.deterministic and row.scored, 4 * wanted[4]
+    if row.family == "backward_wide":
+        params.block_m = 0  # it reads the lists as they are, without a transpose
     floats = params.workspace_floats(row.tile_m, row.tile_n, row.head_dim * sums)
     plan = params_of(call.sizes, call.features, call.causal, call.strides)
     addresses = addresses_of(features) if said else ()
@@ -211,27 +230,13 @@ def _prepare(
         bool(addresses) or 0 in (call.sizes.batch, call.sizes.num_heads),
         bias_shape,
         bias,
+        # Without a mask a wide row takes a tile whose queries all see its keys for one of queries that all exist: what
+        # a NaN of K makes of others would be added beyond the sequence.
+        problem.bias_gradient and row.family == "backward_wide" and features.mask is None,
         params.ordered,
         route.heads,
         route.scores,
     )
-
-
-def _bias_shape(features: Features, sizes: Sizes, most: int) -> tuple[int, ...]:
-    """The bias's own, whose sums over what it is broadcast along come in any order; where that has to be fixed,
-    that of all scores, which torch sums. Raises UnsupportedError where these take more than ``most`` bytes."""
-    assert features.bias is not None
-    whole = (sizes.batch, sizes.num_heads, sizes.seqlen_q, sizes.seqlen_k)
-    own = tuple(features.bias.shape)
-    if not features.deterministic or (1,) * (4 - len(own)) + own == whole:
-        return own
-    if (size := 4 * math.prod(whole)) > most:
-        raise UnsupportedError(
-            f"the gradient of a bias that is broadcast is summed, where its bits have to be the same each time, of one "
-            f"of all scores, {size} bytes, and deterministic_workspace is {most}: pass more, or, of packed sequences, "
-            "max_seqlen_q and max_seqlen_k"
-        )
-    return whole
 
 
 def _sized(params: _C.AttentionParams, sizes: Sizes) -> _C.AttentionParams:
