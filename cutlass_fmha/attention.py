@@ -132,7 +132,8 @@ def attention(
         num_splits: how many parts the keys are divided into, 1 to 64; chosen when None.
         batch_invariant: a sequence's result has the same bits in every batch.
         deterministic: gradients have the same bits each time.
-        deterministic_workspace: bytes that they may take for dS; ``set_deterministic_workspace``'s when None.
+        deterministic_workspace: bytes that they may take for dS, and for the sums of a broadcast bias;
+            ``set_deterministic_workspace``'s when None.
 
     Returns:
         The output, a new tensor or ``out``, of q's shape (with v's head_dim), dtype and layout. With

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import NamedTuple, TypedDict
 
 from torch import Tensor
@@ -68,7 +67,8 @@ class _Fields(NamedTuple):
     batch_invariant: bool = False
     #: The gradients have the same bits each time. Those of keys and values, and the result, have them anyway.
     deterministic: bool = False
-    #: Bytes that deterministic gradients may have of dS in memory; None: ``set_deterministic_workspace``'s.
+    #: Bytes that deterministic gradients may have of dS, and of a broadcast bias's sums, in memory; None:
+    #: ``set_deterministic_workspace``'s.
     deterministic_workspace: int | None = None
 
 
@@ -78,13 +78,11 @@ class Features(_Fields):
     @cached
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
-        found = zip(TENSORS, _tensors_of(self), strict=True)
-        return {name: x for name, x in found if x is not None}
+        return {name: x for name in TENSORS if (x := getattr(self, name)) is not None}
 
 
 #: The fields that are tensors.
 TENSORS = tuple(name for name, hint in _Fields.__annotations__.items() if "Tensor" in str(hint))
-_tensors_of = itemgetter(*map(_Fields._fields.index, TENSORS))
 
 #: Those of a call that says nothing.
 NO_FEATURES = Features()

@@ -268,8 +268,12 @@ def test_a_broadcast_bias_in_a_fixed_order_has_sums_of_all_scores(monkeypatch: p
         found = launch.launch(*given, device=H200)
         assert found[3].shape == (6,) and made[-1].numel() == sums
     said["deterministic_workspace"] = 479
-    with pytest.raises(cutlass_fmha.UnsupportedError, match="480 bytes, and deterministic_workspace is 479"):
+    sentence = "480 bytes, and deterministic_workspace is 479"
+    with pytest.raises(cutlass_fmha.UnsupportedError, match=sentence):
         launch.launch(*given, device=H200)
+    asked = {**said, "bias": bias.requires_grad_(), "backward": True, "device": "h200"}
+    told = [cutlass_fmha.explain(q, k, k, **{**asked, "deterministic_workspace": most}) for most in (479, 480)]
+    assert told[0].winner is None and sentence in told[0].note and told[1].winner == "scored"
 
 
 @pytest.mark.parametrize("head_dim", [20, 64])
@@ -352,6 +356,17 @@ def test_compiled_with_dynamic_shapes():
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
+
+
+def test_masks_and_biases_compile_for_training():
+    """Of lengths that are read by vectors, whose addresses nobody knows while a graph is traced."""
+    inputs, bias = tensors(8, 8, torch.bfloat16), drawn(4, 8, 8, dtype=torch.bfloat16).requires_grad_()
+    for said in ({"mask": drawn(8, 8) > -1.0}, {"bias": bias}):
+        call = functools.partial(attention, **said)
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        wanted = [*inputs, *[x for x in said.values() if x.requires_grad]]
+        found, expected = (torch.autograd.grad(each(*inputs).sum(), wanted) for each in (compiled, call))
+        assert all(map(torch.equal, found, expected))
 
 
 def test_the_op_is_what_torch_expects():

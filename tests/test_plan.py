@@ -271,11 +271,11 @@ def test_a_divided_tail_brings_the_memory_of_its_parts(kernels, monkeypatch):
     row = Row(0, 89, "float16", 128, 64, 16, 8, "tma", 98 * 1024, stages=1, q_in_registers=False, ping_pong=True)
     kernels = FakeKernels(Table((row,)))  # type: ignore[arg-type]
     kernels.install(monkeypatch)
-    for heads in (80, 58):
-        launch(*qkv(1, 64, 2048, heads, heads, 128), return_lse=False)
-    divided, whole = (launched.params for launched in kernels.launches)
+    for heads, said in ((80, {}), (58, {}), (80, {"batch_invariant": True})):
+        launch(*qkv(1, 64, 2048, heads, heads, 128), return_lse=False, said=said)
+    divided, whole, invariant = (launched.params for launched in kernels.launches)
     tail = blocks.Tail(divided.tail_tiles, divided.tail_parts, divided.tail_first, divided.tail_rest)
-    assert divided.tail and tail == blocks._tail(80, 128, 58, 10**9) and whole.tail == 0
+    assert divided.tail and tail == blocks._tail(80, 128, 58, 10**9) and whole.tail == invariant.tail == 0
 
 
 def test_slow_copies_are_told_once_per_cause(kernels, caplog):

@@ -257,7 +257,7 @@ def tail_of(row: Row, problem: Problem, device: Device) -> Tail | None:
     Rows that copy by TMA can, whose blocks have an SM for themselves, without a mask. As for ``split_keys``,
     measured prices have no say in it.
     """
-    if problem.is_ranged or not divides_tail(row, device):
+    if problem.is_ranged or problem.batch_invariant or not divides_tail(row, device):
         return None
     tiles = -(-problem.seqlen_q // row.tile_m) * problem.batch * problem.num_heads
     part_bytes = 4 * row.tile_m * row.head_dim

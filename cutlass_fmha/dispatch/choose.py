@@ -94,6 +94,7 @@ def in_question(
         problem.alignment,
         problem.features,
         problem.window[0] >= 0,
+        problem.causal == "top-left",
         problem.block_mask,
         problem.key_span <= MAX_KEY_SPAN,
         problem.score_runs,

@@ -138,8 +138,9 @@ def problem_of(
     alignment: int,
     key_span: int = 0,
     mean: tuple[int, int] = EVEN,
+    runs: bool = True,
 ) -> Problem:
-    """What selection knows of a call."""
+    """What selection knows of a call. ``runs``: ``score_runs`` too, which asks where masks lie in memory."""
     found: tuple[str, ...] = ()
     window = None
     if features is not NO_FEATURES:
@@ -163,7 +164,7 @@ def problem_of(
         num_splits=features.num_splits,
         key_span=key_span,
         mean=mean,
-        score_runs=_score_runs(features, sizes, dtype),
+        score_runs=not runs or _score_runs(features, sizes, dtype),
     )
 
 
@@ -208,7 +209,7 @@ def for_one_sequence(problem: Problem, features: Features, k: Tensor) -> Problem
     length and packed or paged keys as another. The kernel cuts the keys of each tile of queries by their own
     number, and each row's arithmetic depends on nothing but its own sequence.
     """
-    problem = replace(problem, batch=1, mean=EVEN)
+    problem = replace(problem, batch=1, mean=EVEN, batch_invariant=True)
     if features.cu_seqlens_q is not None:
         problem = replace(problem, seqlen_q=INVARIANT_SEQLEN_Q)
     if features.cu_seqlens_k is not None or features.page_table is not None:

@@ -206,9 +206,18 @@ def explain(
         if most is not None:
             integer("deterministic_workspace", most)
         check_numbers(NO_FEATURES._replace(deterministic_workspace=most))
-        wanted = isinstance(bias := keywords.get("bias"), Tensor) and bias.requires_grad
-        aligned = replace(problem, alignment=FULL_ALIGNMENT, bias_gradient=wanted)  # a launch copies what is not
-        found = explain_gradients(aligned, resolve(device), row, deterministic, most)
+        bias = keywords.get("bias")
+        wanted = [isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, bias)]
+        # A launch copies what is not aligned, and nobody orders what nobody wants of q.
+        aligned = replace(problem, alignment=FULL_ALIGNMENT, bias_gradient=wanted[3])
+        ordered = deterministic and (wanted[0] or not any(wanted))
+        found = explain_gradients(aligned, resolve(device), row, ordered, most)
+        if isinstance(bias, Tensor) and wanted[3] and found.device is not None:
+            whole = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+            try:
+                gradients.bias_sums(tuple(bias.shape), whole, deterministic, most)
+            except UnsupportedError as error:
+                found = replace(found, winner=None, note=f"nothing, because {error}")
         return replace(found, problem=problem, all_rows=all_rows)
     found = replace(explain_problem(problem, resolve(device), row), all_rows=all_rows)
     return with_times(found, cuda_index(device)) if measure else found

@@ -75,6 +75,7 @@ class Problem:
     of packed sequences, of queries and of keys; 0 where they are about as long as the longest.
     ``score_runs``: mask and bias can be read by ``SCORE_RUN`` keys at once, a bias in 16 bits; None where they
     can't, and the bias is of another dtype than q, float32. ``bias_gradient``: of gradients, whether the bias has one.
+    ``batch_invariant``: no tile is divided because of where in the batch it comes.
     """
 
     batch: int
@@ -96,6 +97,7 @@ class Problem:
     mean: tuple[int, int] = EVEN
     score_runs: bool | None = True
     bias_gradient: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.head_dim_v == self.head_dim:
@@ -122,6 +124,8 @@ class Problem:
             key_span,
             mean,
             self.score_runs,
+            self.bias_gradient,
+            self.batch_invariant,
         )
 
     @property
@@ -326,6 +330,7 @@ def class_of(problem: Problem) -> tuple[object, ...]:
         problem.num_splits,
         _key_span_class(problem.key_span),
         problem.score_runs,
+        problem.batch_invariant,
         problem.is_decode,
     )
 

@@ -14,7 +14,7 @@ from cutlass_fmha import cpu, private_torch
 from cutlass_fmha.arguments import check, check_features, tensors
 from cutlass_fmha.dispatch.describe import problem_of
 from cutlass_fmha.dispatch.gradients import lacking, names_of
-from cutlass_fmha.dispatch.problem import FULL_ALIGNMENT
+from cutlass_fmha.dispatch.problem import FULL_ALIGNMENT, Problem
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import NO_FEATURES, Features, Sizes
 from cutlass_fmha.launch import gradients, workspace
@@ -100,8 +100,12 @@ def _checked(
 
 def _unknown(query: Tensor, features: Features, sizes: Sizes, causal: str) -> str:
     """What a call says that gradients don't know; ``numbers`` tell of it when a graph runs."""
-    dtype = check.dtype_name(query.dtype)
-    return names_of(lacking(problem_of(sizes, features, dtype, causal, FULL_ALIGNMENT)))
+    return names_of(lacking(_problem(query, features, sizes, causal)))
+
+
+def _problem(query: Tensor, features: Features, sizes: Sizes, causal: str) -> Problem:
+    """As far as gradients depend on it: nothing has an address while a graph is traced."""
+    return problem_of(sizes, features, check.dtype_name(query.dtype), causal, FULL_ALIGNMENT, runs=False)
 
 
 def _cuda(
@@ -252,7 +256,7 @@ def refusal(query: Tensor, key: Tensor, value: Tensor, causal: str, features: Ma
     if names := _unknown(query, call, sizes, causal):
         return f"cutlass_fmha has no backward yet with {names}"
     if query.device.type == "cuda":
-        problem = problem_of(sizes, call, check.dtype_name(query.dtype), causal, FULL_ALIGNMENT)
+        problem = _problem(query, call, sizes, causal)
         if "bias" in wanted:
             problem = replace(problem, bias_gradient=True)
         return gradients.refusal(problem, query.get_device())

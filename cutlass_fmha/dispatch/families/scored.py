@@ -41,7 +41,7 @@ def _block_mask(row: Row, problem: Problem, device: Device, table: Table) -> str
 def _lists_of_pages(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
     """A tile that lists name and no query sees has a page of its first query's window, beyond the keys in use."""
     windowed = problem.window[0] >= 0 and problem.causal == "top-left"
-    if problem.block_mask is None or not problem.page_size or not windowed:
+    if problem.block_mask is None or "pages" not in problem.features or not windowed:
         return None
     return "takes no block mask over pages with a window whose left end may lie behind the keys (causal='top-left')"
 
