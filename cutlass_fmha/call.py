@@ -122,7 +122,9 @@ def _dispatch_into(
     said: Mapping[str, Any] = {name: x for name, x in arguments.items() if name not in given}
     compiling, out, lse = torch.compiler.is_compiling(), given.get("out"), given.get("lse")
     if not compiling or out is None or (lse is None and return_lse):
-        sizes = check_features.check_features((q, k, v), Features(**said), names)
+        # The op in a graph checks the rest: here nothing may branch on sizes.
+        sizes_of = check_features.check_operands if compiling else check_features.check_features
+        sizes = sizes_of((q, k, v), Features(**said), names)
         if not compiling:
             results.check_results(given, sizes, layout, (names[0], q))
             tensors = {name: x for name, x in said.items() if isinstance(x, Tensor)}

@@ -15,9 +15,9 @@ from cutlass_fmha.arguments.op_arguments import op_arguments, window_sides
 from cutlass_fmha.arguments.results import OUT, RESULTS
 from cutlass_fmha.arguments.signature import lists_features, refuse_name
 from cutlass_fmha.call import call_attention
-from cutlass_fmha.features import CacheArguments, Features, Sizes
+from cutlass_fmha.features import CacheArguments, Features
 from cutlass_fmha.launch import plan
-from cutlass_fmha.ops import append_kv, dispatcher
+from cutlass_fmha.ops import append_kv, attend, attend_backward, dispatcher
 from cutlass_fmha.ops.append_kv import Append, capacity_of, check_room
 from cutlass_fmha.ops.rotary import check_positions
 
@@ -260,7 +260,7 @@ def _checked(q: Tensor, call: Any, features: Mapping[str, Any]) -> Any:
         rows = min(1, q.shape[0]) if packed else max(k.shape[1], q.shape[1] if call.advance_query else 0)
         check_positions(call.rotary_cos, first, rows)
     out, lse = features.get("out"), features.get("lse")
-    if out is not None or lse is not None:
+    if (out is not None or lse is not None) and not torch.compiler.is_compiling():
         read = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
         results.check_before(out, lse, q, v_cache.shape[-1], k_cache.dtype, read)
     if k is None and call.query is not None:
@@ -327,12 +327,17 @@ def check_cache(
     given = {**features, "seqused_k": seqused_k}
     q, arguments = _over_a_cache(q, k_cache, v_cache, causal, return_lse, given)
     said = {name: x for name, x in arguments.items() if name not in RESULTS}
-    tensors = (q, k_cache, v_cache)
-
-    def checked() -> Sizes:
-        return check_features.check_features(tensors, Features(**said), NAMES)
-
-    if type(q) is Tensor and q.is_cuda:  # a step's host time counts: once for calls that are alike
-        plan.kept("check_cache", (*tensors, *said, *said.values()), checked)
+    tensors, word = (q, k_cache, v_cache), check.causal_name(causal)
+    if type(q) is Tensor and (q.is_cuda or dispatcher.simulated()):
+        # A step's host time counts: once for calls that are alike.
+        key = (*tensors, word, row, *said, *said.values())
+        plan.kept("check_cache", key, lambda: plan.prepare(tensors, word, row, names=NAMES, said=said))
     else:
-        checked()
+        check_features.check_features(tensors, Features(**said), NAMES)
+        if not q.is_cuda:
+            attend.refuse_row(row)
+    if dispatcher.needs_gradient(*tensors, *dispatcher.tensors_of(said).values()):
+        if len(said) < len(arguments):
+            raise NotImplementedError(results.NO_GRADIENT)
+        if sentence := attend_backward.refusal(*tensors, word, said):
+            raise NotImplementedError(sentence)

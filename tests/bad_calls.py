@@ -374,7 +374,10 @@ REFUSED_ON_CPU: Refusals = {
         ({"x": S[0, 0]}, r"x must have 3 dimensions, \[batch, seqlen, "),
     ],
     "merge_states": [({"out": OUT, "lse": OUT.flatten()[:48].view(LSE.shape)}, "lse .* memory with out")],
-    "append": [({"q": Q[:, :4], "out": K[:, :8].view(2, 4, 4, 16)}, "out .* memory with k_cache")],
+    "append": [
+        ({"q": Q[:, :4], "out": K[:, :8].view(2, 4, 4, 16)}, "out .* memory with k_cache"),
+        ({**POOL, "page_table": TABLE, "q": LEAF}, "has no backward yet with paged keys", NotImplementedError),
+    ],
     "rotary": [({"positions": ints(0, 99)}, "has positions 0 to 11, and a row has position 104")],
     "packed append": [
         ({"cache_seqlens": 8}, "leave room for 3 new rows among the 10 .* got 8"),
@@ -457,7 +460,7 @@ STRANGE = {
 }  # fmt: skip
 ALIKE_ON_CPU: Alike = [
     (UnsupportedError, "fwd is a CUDA kernel, and the tensors are on the CPU", "fwd", {
-        "attention": "row", "features": "row", "with_kv_cache": "row", "forward": "row",
+        "attention": "row", "features": "row", "with_kv_cache": "row", "append": "row", "forward": "row",
     }),
     (ValueError, "must hold numbers of 0 or more, got -1", ints(3, -1), {
         "attention": "seqused_k seqused_q leftpad_k prefix_lengths",

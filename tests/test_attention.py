@@ -6,8 +6,8 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from bad_calls import BIAS, BLOCKS, CU_K, CU_Q, PACKED, PAGED, TABLE, K, Q, V
-from tensors import LooksLikeCuda, ints, laid, randn
+from bad_calls import BLOCKS, CU_K, CU_Q, PACKED, PAGED, TABLE, K, Q, V
+from tensors import ints, laid, randn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_fmha
@@ -16,7 +16,6 @@ from cutlass_fmha.arguments import op_arguments
 from cutlass_fmha.arguments.results import RESULTS
 from cutlass_fmha.arguments.signature import FOREIGN
 from cutlass_fmha.features import CallArguments, FeatureArguments, Features
-from cutlass_fmha.ops import dispatcher
 
 F = torch.nn.functional
 
@@ -143,21 +142,10 @@ def test_what_is_legal_together():
     call(k=K[:1], v=V[:1], cache_batch_idx=ints(0, 0))
     call(window=(0, 2**29), prefix_lengths=ints(100, 0))
     call(block_mask=(BLOCKS[0] * 0, BLOCKS[1] - 5, (4, 4)))
-    call(**PAGED, page_table=ints(3, -7, 9, 9).view(2, 2), seqused_k=ints(5, 0))
+    call(**PAGED, page_table=ints(3, -7, 9, 9).view(2, 2), seqused_k=ints(5, 0), leftpad_k=ints(0, 5))
     heads_first = {name: tensor.transpose(1, 2) for name, tensor in PAGED.items()}
     long, cu = torch.empty((2**29 + 1, 1, 16), device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
     packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 9, "max_seqlen_k": 9}
     assert attention(long, long, long, **packed).shape == long.shape
     out = call(q=Q.transpose(1, 2), **heads_first, page_table=TABLE, layout="bhsd")
     assert torch.equal(out.transpose(1, 2), call(**PAGED, page_table=TABLE))
-
-
-def test_the_dispatcher_is_skipped_only_where_no_tensor_listens(monkeypatch):
-    skips = dispatcher.others_can_skip_dispatcher
-    assert not skips([BIAS])
-    monkeypatch.setattr(dispatcher, "Tensor", LooksLikeCuda)
-    plain = BIAS.as_subclass(LooksLikeCuda)
-    leaf = plain.detach().requires_grad_()
-    assert skips([plain, 1.0, 3]) and skips([]) and not skips([plain, leaf]) and not skips([torch._neg_view(plain)])
-    with torch.no_grad():
-        assert skips([leaf])

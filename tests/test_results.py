@@ -177,6 +177,15 @@ def test_a_compiled_call_writes_there():
     torch.testing.assert_close((found, views[1]), (expected, views[0]))
     assert all(x.intact() for x in rooms[1])
 
+    def one(out: Tensor, lse: Tensor) -> list[Tensor]:
+        mask = k[0, :, 0, 0] > -1.0
+        found = [attention(q, k, v, mask=mask, return_lse=True, **said)[0] for said in ({"out": out}, {"lse": lse})]
+        return [*found, cutlass_fmha.with_kv_cache(q, k, v, out=out)]
+
+    for dynamic in (False, True):
+        compiled = torch.compile(one, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        torch.testing.assert_close(compiled(*views[1][:2]), one(*views[0][:2]))
+
 
 def test_opcheck_passes():
     ops = torch.ops.cutlass_fmha

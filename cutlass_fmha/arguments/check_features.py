@@ -47,7 +47,7 @@ def check_features(tensors: tuple[Tensor, Tensor, Tensor], features: Features, n
     for name, tensor in features.tensors.items():
         if tensor.device != device:
             raise ValueError(f"{name} must be on {names[0]}'s device {device}, got {tensor.device}")
-    sizes = _check_operands(tensors, features, names)
+    sizes = check_operands(tensors, features, names)
     _check_lengths(features, sizes)
     _check_scores(features, sizes, tensors[0].dtype, names[0])
     _check_blocks(features, sizes)
@@ -99,7 +99,8 @@ def _require(condition: bool, sentence: str) -> None:
 # ---- query, key and value ----------------------------------------------------------------------------------
 
 
-def _check_operands(tensors: tuple[Tensor, Tensor, Tensor], features: Features, names: Triple) -> Sizes:
+def check_operands(tensors: tuple[Tensor, Tensor, Tensor], features: Features, names: Triple) -> Sizes:
+    """Of query, key and value alone, as ``check_features``, which has the rest."""
     q, k, v = tensors
     _check_layout(q, names[0], "cu_seqlens_q", features.cu_seqlens_q, None)
     for name, tensor in zip(names[1:], (k, v), strict=True):

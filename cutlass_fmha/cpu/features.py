@@ -71,8 +71,10 @@ def _leave_pages_behind(sequence: Sequence, table: Tensor, pages: int) -> None:
     size, padding = sequence.sizes.page_size, sequence.features.leftpad_k
     first = 0 if padding is None else int(padding[sequence.number])
     begin = -(-(first + sequence.prefix) // size) if sequence.prefix else 0
-    used = table[: -(-(first + len(sequence.k)) // size)]  # what stands behind those means nothing
-    _check_range("page_table", torch.cat((used[:begin], used[max(begin, (first + end) // size) :])), pages)
+    # What stands before the first page with a key, or behind the last, means nothing.
+    used = table[: -(-(first + len(sequence.k)) // size) if len(sequence.k) else 0]
+    read = torch.cat((used[first // size : begin], used[max(begin, (first + end) // size) :]))
+    _check_range("page_table", read, pages)
 
 
 def keys_of(tensor: Tensor, b: int, features: Features) -> Tensor:

@@ -77,6 +77,12 @@ def launch(
     return output, no_lse(query) if lse is None else lse
 
 
+def refuse_row(row: str | None) -> None:
+    """Of CPU tensors."""
+    if row is not None:
+        raise UnsupportedError(f"row {row} is a CUDA kernel, and the tensors are on the CPU")
+
+
 def _cpu(
     query: Tensor,
     key: Tensor,
@@ -94,8 +100,7 @@ def _cpu(
     cpu.check_contents(query, key, arguments, sizes)
     if dispatcher.simulated():
         return launch(query, key, value, scale, causal, return_lse, row, **features)
-    if row is not None:
-        raise UnsupportedError(f"row {row} is a CUDA kernel, and the tensors are on the CPU")
+    refuse_row(row)
     output, lse = cpu.attend(query, key, value, scale, causal, arguments, sizes)
     return output, lse if return_lse else no_lse(query)
 
