@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cutlass_fmha.arguments import check, tensors
+from cutlass_fmha.arguments.signature import refuse_name
 from cutlass_fmha.attention import attention
 from cutlass_fmha.gates import gelu_and_mul, silu_and_mul, swiglu_mlp
-from cutlass_fmha.kv_cache import advances, check_cache, with_kv_cache
+from cutlass_fmha.kv_cache import TAKEN, advances, check_cache, with_kv_cache
 from cutlass_fmha.norm import rms_norm
-from cutlass_fmha.ops.rows import check_like
+from cutlass_fmha.ops.rows import check_like, computed_in
 from cutlass_fmha.qk_norm_rope import qk_norm_rope
 from cutlass_fmha.rotary import rotary_qk
 
@@ -30,6 +31,8 @@ Table = tuple[Tensor, Tensor]
 #: Of ``attention``, but not of a layer; and of ``with_kv_cache``, where an append's rows go.
 _RESULTS = frozenset({"layout", "return_lse", "out", "lse"})
 _PLACES = frozenset({"cache_batch_idx", "page_table", "leftpad_k"})
+#: What a step may say to ``with_kv_cache`` besides, once keys are in the cache.
+_OF_A_STEP = TAKEN | {"scale", "causal", "row"}
 #: What ``with_kv_cache`` calls arguments of ``qk_norm_rope`` and ``rotary_qk``.
 _ROTARY = {"rotary_interleaved": "interleaved", "rotary_seqlens": "offsets"}
 
@@ -45,7 +48,7 @@ class RMSNorm(nn.RMSNorm):
 
     Args:
         normalized_shape, eps, elementwise_affine, device, dtype: as torch's. The last dimensions alone are of
-            it; eps=None is the machine epsilon of the input's dtype.
+            it; eps=None is the machine epsilon of what is computed in: float32, for a float64 input float64.
         weight_offset: added to the weight, which then begins as 0: 1 for Gemma's checkpoints.
     """
 
@@ -73,9 +76,10 @@ class RMSNorm(nn.RMSNorm):
         if x.shape[-count:] != self.normalized_shape:
             raise ValueError(f"x must end in {self.normalized_shape}, the normalized shape, got {tuple(x.shape)}")
         said: Any = self._said(x)
+        factor = self._factor(x)
         if count == 1:
-            return rms_norm(x, self.weight, residual=residual, **said)
-        rows, weight = (None if y is None else y.flatten(-count) for y in (x, self.weight))
+            return rms_norm(x, factor, residual=residual, **said)
+        rows, weight = x.flatten(-count), None if factor is None else factor.flatten(-count)
         if residual is None:
             return rms_norm(rows, weight, **said).view(x.shape)
         check_like("residual", residual, "x", x)
@@ -83,11 +87,16 @@ class RMSNorm(nn.RMSNorm):
         return tuple(y.view(x.shape) for y in rms_norm(rows, weight, residual=other, **said))
 
     def _said(self, x: Tensor) -> dict[str, float]:
-        """For an input; of one that has no epsilon, the op says what it thinks."""
+        """For an input."""
         eps = self.eps
         if eps is None:
-            eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+            eps = torch.finfo(computed_in(x.dtype)).eps
         return {"eps": eps, "weight_offset": self.weight_offset if self.elementwise_affine else 0.0}
+
+    def _factor(self, x: Tensor) -> Tensor | None:
+        """The weight for an input: the op knows one of the input's dtype or float32, torch's module any."""
+        weight: Tensor | None = self.weight
+        return weight if weight is None or weight.dtype in (x.dtype, torch.float32) else weight.float()
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", weight_offset={self.weight_offset}" * bool(self.weight_offset)
@@ -266,7 +275,7 @@ class Attention(_Joined):
         head_dim: embed_dim / num_heads when None.
         bias: of the projections of q, k and v.
         out_bias: of o_proj; as bias when None.
-        qk_norm: RMSNorm of each head of q and k before they are rotated (Qwen 3), with eps.
+        qk_norm: RMSNorm of each head of q and k before they are rotated (Qwen 3), with eps, None as there.
         causal, window, softcap, scale: as ``cutlass_fmha.attention``.
         dropout: probability, while training.
         device, dtype: as torch.nn.Linear's.
@@ -287,7 +296,7 @@ class Attention(_Joined):
         *,
         out_bias: bool | None = None,
         qk_norm: bool = False,
-        eps: float = 1e-6,
+        eps: float | None = 1e-6,
         causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
         softcap: float = 0.0,
@@ -343,7 +352,7 @@ class Attention(_Joined):
         assert q_norm is not None and k_norm is not None
         if (said := q_norm._said(q)) != k_norm._said(q):
             return None
-        return {"q_weight": q_norm.weight, "k_weight": k_norm.weight, **said}
+        return {"q_weight": q_norm._factor(q), "k_weight": k_norm._factor(q), **said}
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
@@ -365,7 +374,12 @@ class Attention(_Joined):
     def _step(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Table | None, cache: KVCache, said: dict[str, Any]
     ) -> Tensor:
-        lengths, seqlen, norms = cache.lengths, q.shape[1], self._norms(q)
+        lengths, seqlen, norms, entries = cache.lengths, q.shape[1], self._norms(q), said.get("cache_batch_idx")
+        if entries is not None:
+            tensors.check_vectors({"cache_batch_idx": entries}, q.shape[0])
+            # On a GPU nobody knows whether there are such entries; with_kv_cache drops what has none.
+            places = entries.long().clamp(0, lengths.shape[0] - 1)
+            lengths = lengths[places]
         cos, sin = rotary or (None, None)
         turned: dict[str, Any] = {}
         # with_kv_cache rotates as it appends, but without a mask all queries as the first new key.
@@ -377,6 +391,8 @@ class Attention(_Joined):
         elif rotary is not None:
             said = {"rotary_cos": cos, "rotary_sin": sin, **said}
         if norms is not None:
+            if unknown := said.keys() - _OF_A_STEP:  # which with_kv_cache would say after the cache was written
+                refuse_name("with_kv_cache", min(unknown))
             check_cache(q, cache.k, cache.v, lengths, **said)
             new: Any = {"v": v, "k_cache": cache.k, "v_cache": cache.v, "cache_seqlens": lengths}
             new |= {name: said[name] for name in _PLACES.intersection(said)}
@@ -389,6 +405,9 @@ class Attention(_Joined):
                 first = lengths if pads is None else lengths - pads
                 q, k = rotary_qk(q, k, *rotary, **{"offsets": first, **turned})
             out = with_kv_cache(q, cache.k, cache.v, k, v, cache_seqlens=lengths, **said)
-        lengths += seqlen
+        if entries is None:
+            lengths += seqlen
+        else:
+            cache.lengths.index_add_(0, places, (places == entries).int() * seqlen)
         assert isinstance(out, Tensor)
         return out

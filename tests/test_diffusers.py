@@ -75,6 +75,8 @@ def test_what_the_native_backend_lacks() -> None:
     found, lse = call(integration.NAME, attention_kwargs={"window_size": (2, 1), "return_lse": True})
     torch.testing.assert_close(found, call("native", attn_mask=band), rtol=1e-5, atol=1e-5)
     assert lse.shape == (2, 4, 7)
+    rows = [x.mT.contiguous().mT for x in (randn(2, 7, 4, 32, seed=n) for n in range(3))]  # not contiguous
+    torch.testing.assert_close(integration.attention_forward(*rows), call("native"), rtol=1e-5, atol=1e-5)
     dropped = []
     for _ in range(2):
         torch.manual_seed(0)

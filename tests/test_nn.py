@@ -7,7 +7,7 @@ import torch
 from oracle_helpers import rotate
 from torch.nn import functional
 
-from cutlass_fmha import nn
+from cutlass_fmha import nn, rms_norm
 
 
 def close(found: object, wanted: object) -> None:
@@ -33,6 +33,17 @@ def test_rms_norm_is_torchs(shape: tuple[int, ...], offset: float):
     close(ours(x, residual), (theirs(x + residual), x + residual))
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     close(nn.RMSNorm(shape, 1e-5, False)(x), torch.nn.RMSNorm(shape, 1e-5, False)(x))
+
+
+def test_rms_norm_takes_dtypes_and_has_an_epsilon_as_torchs():
+    for dtype, of_weight in (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float16", "bfloat16")):
+        x = (1e-3 * torch.randn(5, 24)).to(getattr(torch, dtype))  # so that the epsilon counts
+        ours, theirs = (kind(24, dtype=getattr(torch, of_weight)) for kind in (nn.RMSNorm, torch.nn.RMSNorm))
+        torch.testing.assert_close(ours(x), torch.rms_norm(x, (24,), theirs.weight.to(x.dtype)))
+        wide = nn.RMSNorm((3, 8), dtype=theirs.weight.dtype)(x.view(5, 3, 8), x.view(5, 3, 8))[1]
+        assert wide.dtype == x.dtype
+    with pytest.raises(ValueError, match="weight must have x's dtype float32, got bfloat16"):
+        rms_norm(x.float(), ours.weight)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -124,7 +135,26 @@ def test_a_cache_moves_no_query_and_norms_are_what_their_modules_are(qk_norm: bo
     cache = nn.KVCache(1, 16, 2, 16)
     with pytest.raises(ValueError, match="softcap"):
         layer(x, table, cache, softcap=-1.0)
+    with pytest.raises(TypeError, match="dropout_p"):
+        nn.Attention(32, 4, 2, 16, qk_norm=qk_norm)(x, table, cache, dropout_p=0.5)
     assert not cache.k.any()
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@torch.no_grad()
+def test_a_sequence_has_the_length_of_its_entry(qk_norm: bool, causal: bool):
+    layer, table = nn.Attention(32, 4, 2, qk_norm=qk_norm, causal=causal), nn.rotary_table(16, 8)
+    step = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for entries in ([1, 2, 0], [3, 5], [3]):
+        cache, x, index = nn.KVCache(6, 16, 2, 8), torch.randn(6, 7, 32), torch.tensor(entries, dtype=torch.int32)
+        for n in range(6):  # each gets another length
+            layer(x[n, None, : n + 1], table, cache, cache_batch_idx=torch.tensor([n], dtype=torch.int32))
+        found = step(torch.stack([x[n, n + 1 : n + 2] for n in entries]), table, cache, cache_batch_idx=index)
+        close(found, torch.stack([layer(x[n, None, : n + 2], table)[0, -1:] for n in entries]))
+        assert cache.lengths.tolist() == [n + 1 + (n in entries) for n in range(6)]
+    with pytest.raises(ValueError, match="cache_batch_idx"):
+        layer(x[:1], table, cache, cache_batch_idx=index + 9)
 
 
 def test_a_product_that_is_another_module_is_called():
@@ -135,15 +165,6 @@ def test_a_product_that_is_another_module_is_called():
     layer.down_proj = torch.nn.Linear(16, 8, bias=False)
     layer.down_proj.register_forward_hook(lambda module, given, out: out + 100.0)
     assert layer(x).min() > 50.0
-
-
-def test_a_block_under_autocast():
-    norm, layer = nn.RMSNorm(32), nn.Attention(32, 4, qk_norm=True)
-    x = torch.randn(1, 5, 32, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        normed, total = norm(layer(x), residual=x)
-    assert normed.dtype == total.dtype == torch.float32
-    torch.autograd.grad(normed.sum(), [x, *layer.parameters()])
 
 
 def dense(layer: nn.Attention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -406,8 +406,11 @@ def test_a_model_runs_by_the_kernel_of_the_hub(name: str, side: str, monkeypatch
     assert MODELS[name][2] <= needed(name, side, repository, caller=flash_attn_interface)
 
 
+@pytest.mark.parametrize("applied", [False, True])
 @pytest.mark.parametrize("by_the_hub", [False, True])
-def test_continuous_batching_goes_on_as_each_prompt_alone(by_the_hub: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuous_batching_goes_on_as_each_prompt_alone(
+    by_the_hub: bool, applied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By indices, or block tables, which transformers has on a GPU alone: the question is answered for it. Prompts are
     cut in parts, and parts and single tokens are in one batch."""
     batching = pytest.importorskip("transformers.generation.continuous_batching.initialization", reason="is of 5.24")
@@ -415,6 +418,8 @@ def test_continuous_batching_goes_on_as_each_prompt_alone(by_the_hub: bool, monk
     said = transformers.GenerationConfig(max_new_tokens=8, pad_token_id=0, do_sample=False, eos_token_id=-1)
     alone = [network.generate(torch.tensor([x]), generation_config=said)[0, len(x) :].tolist() for x in prompts]
     assert len({tuple(tokens) for tokens in alone}) == len(prompts)
+    if applied:
+        integration.apply(network)
     if by_the_hub:
         monkeypatch.setattr(batching, "ensure_decode_fast_path_is_available", lambda *_: None)
         load_by_kernels_alone(monkeypatch)

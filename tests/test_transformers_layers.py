@@ -49,6 +49,14 @@ def test_what_would_have_to_be_dropped_raises(how: Any, options: dict[str, Any],
         how(is_causal=False, **options)
 
 
+@pytest.mark.parametrize("said", [{}, {"cu_seq_lens_q": HALVES, "cu_seq_lens_k": HALVES}], ids=["plain", "packed"])
+def test_attention_of_channels_has_rows_that_are_not_contiguous(said: dict[str, Any]) -> None:
+    rows = [x.mT.contiguous().mT for x in torch.randn(3, 1, 2, 4, 32)]
+    given = rows, map(torch.Tensor.contiguous, rows)
+    found, wanted = (integration.flash_forward(torch.nn.Module(), *x, None, **said)[0] for x in given)
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("name", "module"), [("transformers", "transformers"), ("diffusers", "diffusers.models"), ("sglang", "sglang.srt")]
 )

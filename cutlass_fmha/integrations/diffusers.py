@@ -19,6 +19,7 @@ import torch
 
 from cutlass_fmha import log
 from cutlass_fmha.attention import attention
+from cutlass_fmha.contiguous import contiguous_rows, have_contiguous_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,5 +123,7 @@ def attention_forward(
     if return_lse:
         said["return_lse"] = True
     causal = "top-left" if is_causal else False
+    if not have_contiguous_rows(query, key, value):
+        query, key, value = map(contiguous_rows, "qkv", (query, key, value))
     found: Tensor | tuple[Tensor, Tensor] = attention(query, key, value, causal=causal, scale=scale, **said)
     return found

@@ -24,6 +24,7 @@ import torch
 
 from cutlass_fmha.attention import attention
 from cutlass_fmha.call import packed_attention
+from cutlass_fmha.contiguous import contiguous_rows, have_contiguous_rows
 from cutlass_fmha.integrations.padding import SAID, Said, packing, padding
 from cutlass_fmha.integrations.transformers_apply import Applied, apply
 
@@ -336,6 +337,8 @@ def _attend(
     said: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """The one call: [batch, num_heads, seqlen, head_dim] in, [batch, seqlen, num_heads, head_dim] out."""
+    if not have_contiguous_rows(query, key, value):  # attention of channels (Florence-2) transposes them
+        query, key, value = map(contiguous_rows, "qkv", (query, key, value))
     if "cu_seqlens_q" not in said:
         out: Tensor = attention(query, key, value, causal=causal, scale=scaling, layout="bhsd", **said)
         return out.transpose(1, 2), None  # which is how its memory lies

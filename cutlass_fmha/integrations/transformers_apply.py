@@ -7,6 +7,7 @@ A module keeps its parameters, hooks and names, and gets another class, which is
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -228,6 +229,9 @@ def _attention(kind: type, family: Family) -> Forward:
     module = sys.modules[kind.__module__]
     functions, eager = vars(module)["ALL_ATTENTION_FUNCTIONS"], vars(module)["eager_attention_forward"]
     its_norm = vars(module)[f"{family.prefix}RMSNorm"]
+    # Since transformers 5.24. A paged one then says by what arguments attention reads it, in place; before, it was the
+    # attention function's, and a layer's own past_key_values.
+    takes_cache = "cache" in inspect.signature(vars(kind)["forward"]).parameters
 
     def fuses(norm: Any) -> bool:
         return getattr(type(norm), OURS, type(norm)) is its_norm and untouched(norm)
@@ -241,7 +245,9 @@ def _attention(kind: type, family: Family) -> Forward:
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        cache = past_key_values if cache is None else cache  # the same, before transformers 5.24 and since
+        if cache is not None and not takes_cache:
+            kwargs["cache"], cache = cache, None
+        cache = past_key_values if cache is None else cache
         shape = hidden_states.shape[:-1]
         heads = (*shape, -1, self.head_dim)
         q, k, v = (x(hidden_states).view(heads) for x in (self.q_proj, self.k_proj, self.v_proj))
@@ -258,7 +264,7 @@ def _attention(kind: type, family: Family) -> Forward:
             q, k = rotary_qk(q, k, cos, sin, **said)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
+            k, v = cache.update(k, v, self.layer_idx, **({"kwargs": kwargs} if takes_cache else {}))
         attend = functions.get_interface(self.config._attn_implementation, eager)
         dropout = self.attention_dropout if self.training else 0.0
         said = {"dropout": dropout, "scaling": self.scaling, **family.says(self), **kwargs}

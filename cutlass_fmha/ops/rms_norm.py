@@ -46,10 +46,8 @@ def _check_factors(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight
             raise ValueError(f"{name} must have shape ({x.shape[-1]},), as x's rows, got {tuple(factor.shape)}")
         tensors.check_rows(name, factor)
         if factor.dtype not in (x.dtype, torch.float32):
-            raise ValueError(
-                f"{name} must have x's dtype {check.dtype_name(x.dtype)} or float32, "
-                f"got {check.dtype_name(factor.dtype)}"
-            )
+            allowed = " or ".join(dict.fromkeys((check.dtype_name(x.dtype), "float32")))
+            raise ValueError(f"{name} must have x's dtype {allowed}, got {check.dtype_name(factor.dtype)}")
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise ValueError(
             f"bias must have weight's dtype {check.dtype_name(weight.dtype)}, got {check.dtype_name(bias.dtype)}"
