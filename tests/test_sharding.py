@@ -119,12 +119,19 @@ def one_of_two(rank: int, meeting: str) -> None:
     with torch.inference_mode():
         out = attention(q, q, q)
     assert out.placements[1] == Shard(0)
-    for said, why in (
-        ({"dropout_p": 0.5}, "dropout_p would draw the same numbers"),
-        ({"cache_batch_idx": ints(0, 1)}, "cache_batch_idx has no shards where query is sharded"),
-    ):
-        with pytest.raises(NotImplementedError, match=why):
-            attention(q, q, q, **said)
+    for axis, heads in ((0, 4), (1, 4), (2, 4), (2, 3)):  # of which the second and the last are gathered
+        q = spread(randn(2, 8, heads, 32), Shard(axis))
+        with pytest.raises(NotImplementedError, match="dropout_p would not drop what one device drops"):
+            attention(q, q, q, dropout_p=0.5)
+    torch.manual_seed(rank)  # each would draw another seed
+    q = spread(randn(*Q).requires_grad_(), Replicate())
+    dropped = attention(q, q, q, dropout_p=0.5)
+    for x in (dropped, torch.autograd.grad(dropped.sum(), q)[0]):
+        both = DTensor.from_local(x.to_local(), mesh, [Replicate(), Partial()]).full_tensor()
+        torch.testing.assert_close(both, 2 * x.to_local())
+    q = spread(randn(*Q), Shard(0))
+    with pytest.raises(NotImplementedError, match="cache_batch_idx has no shards where query is sharded"):
+        attention(q, q, q, cache_batch_idx=ints(0, 1))
     tensor_parallel(mesh["two"])
     if _HAS_REGISTRY:
         ring_attention(mesh["two"])

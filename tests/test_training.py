@@ -383,6 +383,10 @@ def test_all_ways_learn_the_same_and_a_wrong_kernel_is_noticed(
     module = importlib.import_module("train_gpt")
     monkeypatch.setitem(module.SIZES, "tiny", module.Size(1, 2, 16, 64, 4, 40, 2e-2))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for few in ("0", "2"):
+        with pytest.raises(SystemExit):
+            module.main(["--steps", few])
+        assert f"--steps must be 3 or more, got {few}" in capsys.readouterr().err
     train = functools.partial(module.main, ["--seeds", "0", "1", "--output", str(tmp_path / "result")])
     status, found = train(), json.loads((tmp_path / "result.json").read_text())
     assert [(each["seed"], each["way"]) for each in found["runs"]] == [(s, w) for s in (0, 1) for w in module.WAYS]

@@ -81,8 +81,6 @@ def run(
     """Run every step and return the report. Raises CannotRun, CannotLoad or binary.WrongCode."""
     chosen = choose_device(device)
     data_type = getattr(torch, dtype or ("float16" if chosen.type == "cuda" else "float32"))
-    if chosen.type == "cuda" and data_type is torch.float32:
-        raise CannotRun("the kernels compute float16 and bfloat16: give one of them as --dtype, or --device cpu.")
     report = Report(quiet=quiet)
     search = load(report, queries, chosen, data_type, tokens, directory)
     ours = embed(report, search)

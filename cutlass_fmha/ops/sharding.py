@@ -2,7 +2,8 @@
 
 Query decides, for each dimension of the device mesh. Where it is sharded over its batch or its heads, so is
 all that has such an axis. Otherwise everything is whole: a sequence is never divided. What lies elsewise is
-sent to where it should be, and a tensor that is no DTensor is taken to be the same on all devices.
+sent to where it should be, and a tensor that is no DTensor is taken to be the same on all devices, but for
+dropout's seed, which each may have drawn for itself: the first device's is sent to all.
 
 Imported by ``attention`` when it meets a DTensor; who calls the ops by themselves imports this module.
 """
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from cutlass_fmha.ops import dispatcher
 
@@ -46,6 +47,11 @@ class _Shards:
         self.mesh: DeviceMesh = next(x.device_mesh for x in given.values() if isinstance(x, DTensor))
         self.packed = query.dim() == 3
         self.kinds = self._kinds(query, key.shape[-2])
+        placements = query.placements if isinstance(query, DTensor) else ()
+        if given.get("dropout_p") and any(isinstance(x, Shard) for x in placements):
+            raise NotImplementedError(
+                "dropout_p would not drop what one device drops where query is sharded: redistribute it to Replicate()"
+            )
         if self.divided:
             self._refuse(given)
 
@@ -72,8 +78,6 @@ class _Shards:
 
     def _refuse(self, given: Mapping[str, Any]) -> None:
         where = "where query is sharded over batch or heads: redistribute it to Replicate()"
-        if given.get("dropout_p"):
-            raise NotImplementedError(f"dropout_p would draw the same numbers on all devices {where}")
         for name, value in given.items():
             if isinstance(value, Tensor) and name not in _AXES:
                 raise NotImplementedError(f"{name} has no shards {where}")
@@ -99,6 +103,8 @@ class _Shards:
         """This device's part of an argument."""
         if not isinstance(value, Tensor):
             return value
+        if name == "dropout_seed" and not isinstance(value, DTensor):  # a copy, as the broadcast writes to it
+            value = distribute_tensor(value.clone(), self.mesh, [Replicate()] * self.mesh.ndim)
         if not isinstance(value, DTensor):
             value = DTensor.from_local(value, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         # Detached: below autograd, an older torch can't redistribute what requires a gradient.
