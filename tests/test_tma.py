@@ -8,6 +8,7 @@ from pathlib import Path
 
 import building
 import cubin
+import mainloop
 import pytest
 
 from cutlass_fmha import _C
@@ -35,19 +36,14 @@ def test_every_architecture_that_has_tma_has_rows_of_it_and_no_thread_of_theirs_
 
 
 REGISTER = re.compile(r"\bR(\d+)\b")
-PREDICATE = re.compile(r"!?U?P\d")
 
 
 def successors(code: list[cubin.Instruction]) -> list[list[int]]:
     """Of each instruction, those that may be executed after it, by number."""
-    numbers = {instruction.address: n for n, instruction in enumerate(code)}
-    found = []
-    for n, instruction in enumerate(code):
-        target = re.search(r"0x([0-9a-f]+)\)?$", instruction.operands) if instruction.base == "BRA" else None
-        leaves = instruction.base in ("BRA", "EXIT", "RET") and not instruction.guard
-        goes_on = n + 1 < len(code) and not (leaves and not PREDICATE.match(instruction.operands))
-        taken = [numbers[int(target[1], 16)]] if target and int(target[1], 16) in numbers else []
-        found.append(taken + [n + 1] * goes_on)
+    numbers, blocks = {instruction.address: n for n, instruction in enumerate(code)}, mainloop.blocks_of(code)
+    found = [[n + 1] for n in range(len(code))]
+    for block in blocks:
+        found[numbers[block.code[-1].address]] = [numbers[blocks[n].code[0].address] for n in block.successors]
     return found
 
 

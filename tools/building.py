@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,16 +37,26 @@ def run(command: list[str], log: Path, timeout_s: float | None = None) -> tuple[
 
     Whatever ends the wait, an interrupt too, ends all that the command has started.
     """
-    status: int | None = None
+    status, known, dropped = None, threading.Event(), threading.Event()
     with log.open("w") as out, ThreadPoolExecutor(1) as thread:
-        streams = {"stdout": out, "stderr": out, "stdin": subprocess.DEVNULL}
-        # By a thread: an interrupt, which is the main one's, within Popen would lose a process that runs already.
-        starting = thread.submit(subprocess.Popen, command, start_new_session=True, **streams)
+
+        def start() -> subprocess.Popen[bytes] | None:
+            known.wait()
+            streams = {"stdout": out, "stderr": out, "stdin": subprocess.DEVNULL}
+            return None if dropped.is_set() else subprocess.Popen(command, start_new_session=True, **streams)
+
         try:
+            # An interrupt, which is the main thread's, would lose a process within Popen, and within submit() a thread
+            # that starts one: it waits until it is known.
+            starting = thread.submit(start)
+            known.set()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = starting.result().wait(timeout_s)
         finally:
-            if starting.exception() is None and (process := starting.result()).poll() is None:
+            if not known.is_set():
+                dropped.set()
+                known.set()
+            elif starting.exception() is None and (process := starting.result()).poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     return status, log.read_text(errors="replace")
