@@ -15,6 +15,10 @@ from cutlass_fmha.arguments.op_arguments import op_arguments, window_sides
 from cutlass_fmha.arguments.results import OUT, RESULTS
 from cutlass_fmha.arguments.signature import lists_features, refuse_name
 from cutlass_fmha.call import call_attention
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch.choose import choose
+from cutlass_fmha.dispatch.describe import problem_of
+from cutlass_fmha.dispatch.problem import FULL_ALIGNMENT
 from cutlass_fmha.features import CacheArguments, Features
 from cutlass_fmha.launch import plan
 from cutlass_fmha.ops import append_kv, attend, attend_backward, dispatcher
@@ -317,7 +321,7 @@ def check_cache(
     **features: Any,
 ) -> None:
     """Raises what ``attend_cache`` would say of its arguments, before the cache is written to; what lies in memory is
-    not looked at."""
+    not looked at, nor where: q may be rotated to a new tensor first. Only ``row`` can still refuse that."""
     if torch.compiler.is_compiling():  # nothing is written before all shapes are known
         return
     if scale is not None:
@@ -328,14 +332,20 @@ def check_cache(
     q, arguments = _over_a_cache(q, k_cache, v_cache, causal, return_lse, given)
     said = {name: x for name, x in arguments.items() if name not in RESULTS}
     tensors, word = (q, k_cache, v_cache), check.causal_name(causal)
-    if type(q) is Tensor and (q.is_cuda or dispatcher.simulated()):
-        # A step's host time counts: once for calls that are alike.
-        key = (*tensors, word, row, *said, *said.values())
-        plan.kept("check_cache", key, lambda: plan.prepare(tensors, word, row, names=NAMES, said=said))
-    else:
-        check_features.check_features(tensors, Features(**said), NAMES)
-        if not q.is_cuda:
+
+    def checked() -> None:
+        features = Features(**said)
+        sizes = check_features.check_features(tensors, features, NAMES)
+        if type(q) is Tensor and q.is_cuda:
+            problem = problem_of(sizes, features, check.dtype_name(q.dtype), word, FULL_ALIGNMENT, runs=False)
+            choose(problem, devices.of_index(q.get_device()), row)
+        elif type(q) is Tensor and q.device.type == "cpu" and not dispatcher.simulated():
             attend.refuse_row(row)
+
+    if type(q) is Tensor and q.is_cuda:  # a step's host time counts: once for calls that are alike
+        plan.kept("check_cache", (*tensors, word, row, *said, *said.values()), checked)
+    else:
+        checked()
     if dispatcher.needs_gradient(*tensors, *dispatcher.tensors_of(said).values()):
         if len(said) < len(arguments):
             raise NotImplementedError(results.NO_GRADIENT)

@@ -274,6 +274,8 @@ def test_a_broadcast_bias_in_a_fixed_order_has_sums_of_all_scores(monkeypatch: p
     asked = {**said, "bias": bias.requires_grad_(), "backward": True, "device": "h200"}
     told = [cutlass_fmha.explain(q, k, k, **{**asked, "deterministic_workspace": most}) for most in (479, 480)]
     assert told[0].winner is None and sentence in told[0].note and told[1].winner == "scored"
+    asked |= {"deterministic_workspace": 480, "batch_invariant": True}  # of which a row is chosen as for one sequence
+    assert cutlass_fmha.explain(*(x.expand(2, -1, -1, -1) for x in (q, k, k)), **asked).winner is None
 
 
 @pytest.mark.parametrize("head_dim", [20, 64])

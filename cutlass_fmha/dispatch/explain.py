@@ -22,7 +22,7 @@ from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import gradients
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.choose import choose, contenders, predicted_us, price
-from cutlass_fmha.dispatch.describe import describe, window_of
+from cutlass_fmha.dispatch.describe import Call, describe, window_of
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.eligibility import irrelevance, reasons
 from cutlass_fmha.dispatch.problem import FEATURES, FULL_ALIGNMENT, Problem
@@ -191,7 +191,8 @@ def explain(
             raise TypeError("explain needs q, k and v, or a shape (batch, seqlen_q, num_heads, head_dim)")
         if features or head_dim_v is not None:
             raise TypeError("features and head_dim_v describe a shape: with tensors, pass what attention takes")
-        problem = _problem_of_tensors((q, k, v), causal_name, layout, keywords)
+        call = _call_of_tensors((q, k, v), causal_name, layout, keywords)
+        problem, sizes = call.problem, call.sizes
         deterministic, most = bool(keywords.get("deterministic")), keywords.get("deterministic_workspace")
         default = q.device
     if arch is not None or sm_count is not None:
@@ -212,8 +213,8 @@ def explain(
         aligned = replace(problem, alignment=FULL_ALIGNMENT, bias_gradient=wanted[3])
         ordered = deterministic and (wanted[0] or not any(wanted))
         found = explain_gradients(aligned, resolve(device), row, ordered, most)
-        if isinstance(bias, Tensor) and wanted[3] and found.device is not None:
-            whole = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+        if isinstance(bias, Tensor) and wanted[3] and found.winner is not None:
+            whole = (sizes.batch, sizes.num_heads, sizes.seqlen_q, sizes.seqlen_k)
             try:
                 gradients.bias_sums(tuple(bias.shape), whole, deterministic, most)
             except UnsupportedError as error:
@@ -223,14 +224,14 @@ def explain(
     return with_times(found, cuda_index(device)) if measure else found
 
 
-def _problem_of_tensors(
+def _call_of_tensors(
     tensors: tuple[Tensor, Tensor, Tensor], causal: str, layout: str, keywords: dict[str, Any]
-) -> Problem:
+) -> Call:
     check.check_tensors_given(dict(zip("qkv", tensors, strict=True)))
     keywords = {**keywords, "dropout_seed": 0}  # none is drawn for what doesn't run
     q, k, v, cast = autocast.operands(*tensors, keywords)
     said = op_arguments(q, cast)
-    return describe((q, k, v), causal, Features(**said) if said else NO_FEATURES, ("q", "k", "v"), layout).problem
+    return describe((q, k, v), causal, Features(**said) if said else NO_FEATURES, ("q", "k", "v"), layout)
 
 
 def problem_of_shape(
