@@ -44,6 +44,11 @@ def test_rms_norm_takes_dtypes_and_has_an_epsilon_as_torchs():
         assert wide.dtype == x.dtype
     with pytest.raises(ValueError, match="weight must have x's dtype float32, got bfloat16"):
         rms_norm(x.float(), ours.weight)
+    norm, layer, x = nn.RMSNorm(32), nn.Attention(32, 4, qk_norm=True), torch.randn(1, 5, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        normed, total = norm(layer(x), residual=x)
+    assert normed.dtype == total.dtype == torch.float32
+    torch.autograd.grad(normed.sum(), [x, *layer.parameters()])
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

@@ -95,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--beside", action="store_true", help="so many problems of each op beside attention")
     add("--report", type=Path, metavar="DIR", help="where a report is written")
     add("--problem", metavar="JSON", help="run this one problem, on the row that --rows names")
+    add("--overflowing", action="store_true", help="that problem, with dO so large that dS is beyond float16")
     asked = parser.parse_args(argv)
     kind = "op" if asked.beside else "row of gradients" if asked.gradients else "scored row"
     named = [] if asked.beside else rows_named(asked.rows, asked.gradients)
@@ -110,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         tally, seed = Tally(), int(os.environ.get("CUTLASS_FMHA_SIMULATOR_SEED", "0"))
         every = {row.name: row for row in (*_C.rows(), *gpu.scored_rows(), *gpu.backward_rows())}
         for row in (every[name] for name in every if name == asked.rows):
-            judge(row, problems.Problem(**fields), tally, seed)
+            judge(row, problems.Problem(**fields), tally, seed, asked.overflowing)
         if not tally.failure:
             print(f"agrees on {len(tally.rows)} rows, worst ratio {tally.worst[0]:.3f}")
         return 0 if tally.ran and not tally.failure else 1
@@ -241,8 +242,9 @@ def simulation(arch: int | None, seed: int) -> dict[str, str]:
 
 def check_listed(row: Any, seed: int, tally: Tally) -> None:
     """Runs the tests' listed problems that take little time, and stops at the first mismatch."""
-    if gradients := row.family.startswith("backward"):  # by seeds of their own, which say how they are launched
-        made = [replace(problem, seed=problem.seed or n) for n, problem in enumerate(backward_launch.listed(row))]
+    if gradients := row.family.startswith("backward"):  # by seeds which say how they are launched
+        every = enumerate(backward_launch.listed(row))
+        made = [replace(each, seed=each.seed or 3 * n + len(each.features) % 2) for n, each in every]
     else:
         made = [*itertools.chain(*GROUPS.values())] if row.takes_features else listed()
         made = [problem for problem in dict.fromkeys(launches.fit(each, row) for each in made) if is_short(problem)]
@@ -251,22 +253,23 @@ def check_listed(row: Any, seed: int, tally: Tally) -> None:
             judge(row, problem, tally, seed + number)
     if gradients and row.dtype == "float16" and not tally.failure:
         for problem in backward_launch.OVERFLOWING:
-            judge(row, problem, tally, make=backward_launch.BackwardLaunch.overflowing)
+            judge(row, problem, tally, overflowing=True)
 
 
-def judge(row: Any, problem: Any, tally: Tally, seed: int = 0, make: Callable[..., Any] | None = None) -> None:
-    """One problem on one row. ``seed``: of every order that a GPU leaves open, where that is a simulator. ``make``:
-    another launch of it than the line tells that repeats it."""
+def judge(row: Any, problem: Any, tally: Tally, seed: int = 0, overflowing: bool = False) -> None:
+    """One problem on one row. ``seed``: of every order that a GPU leaves open, where that is a simulator."""
     gradients = row.family.startswith("backward")
     problem = (backward_launch if gradients else launches).fit(problem, row)
     line = f"python tools/parity_run.py --rows {row.name} --problem '{json.dumps(asdict(problem))}'"
+    line += " --overflowing" * overflowing
     # Sums of gradients in a fixed order await blocks before, which another seed runs afterwards.
     settings = simulation(row.arch, 0 if gradients else seed)
     line = " ".join([*(f"{name}={value}" for name, value in settings.items()), line])
     try:
         with mock.patch.dict(os.environ, settings):
-            usual = backward_launch.BackwardLaunch.drawn if gradients else launches.Launch.of
-            launch = (make or usual)(row, problem, gpu.device())
+            made_by = backward_launch.BackwardLaunch
+            make = (made_by.overflowing if overflowing else made_by.drawn) if gradients else launches.Launch.of
+            launch = make(row, problem, gpu.device())
             launch.run()
         errors, intact = launch.errors(), launch.intact()
     except Exception as error:  # a sticky CUDA error, too: nothing can be trusted after it

@@ -37,10 +37,17 @@ def main(arguments: list[str] | None = None) -> int:
     import parity_run
     import torch
 
+    from cutlass_fmha.dispatch import table as tables
+    from cutlass_fmha.dispatch.gradients import writes_scores
+
     torch.set_num_threads(1)  # these problems are small, and others may run beside
     made_for = {89 if arch in (80, 86) else arch for arch in options.archs}
     every = [row for row in (*module.rows(), *module.backward_rows()) if row.family not in NOT_ALONE]
     rows = [row for row in every if re.search(options.rows, row.name) and row.arch in made_for]
+    products = tables.query_products()
+    for row in [row for row in rows if writes_scores(row) and (row.arch, row.dtype, row.head_dim) not in products]:
+        rows.remove(row)
+        print(f"{row.name}: left out, as --rows have no row that makes dQ of its dS")
     if not rows:
         parser.exit(1, f"no row has {options.rows!r} in its name\n")
     total, begin = parity_run.Tally(), time.perf_counter()
