@@ -1,6 +1,6 @@
 """The gradient in the settings of training: what torch wraps around a layer must not change it.
 
-On the CPU and, in the gate, on a GPU. ``tools/train_on_two_gpus.py`` runs ``one_of_two`` with NCCL.
+On the CPU and, in the gate, on a GPU, and on two with NCCL.
 """
 
 import contextlib
@@ -333,7 +333,7 @@ STYLES: dict[str, tuple[Callable[..., Any] | None, Callable[[nn.Module, Tensor],
 
 
 def one_of_two(rank: int, meeting: str, device: str = "cpu") -> None:
-    """Half of the batch; gradients are averaged. Writes how far off they are, as a share of the largest, and may be."""
+    """Half of the batch; gradients are averaged. How far off they are, as a share of the largest, and may be."""
     two_processes.meet(rank, meeting, "nccl" if device.startswith("cuda") else "gloo")
     x = tokens(device=device).detach()
     expected, errors = trained(x), {}
@@ -346,7 +346,6 @@ def one_of_two(rank: int, meeting: str, device: str = "cpu") -> None:
             errors[f"{name}, {style}"] = worst(whole, expected), allowed(2e-2 if "bfloat16" in name else 1e-5, device)
     two_processes.part()
     assert not (large := {name: error for name, error in errors.items() if not error[0] <= error[1]}), large
-    Path(meeting).with_name(f"{rank}.json").write_text(json.dumps(errors))
 
 
 def one_of_two_gpus(rank: int, meeting: str) -> None:
@@ -354,23 +353,13 @@ def one_of_two_gpus(rank: int, meeting: str) -> None:
     one_of_two(rank, meeting, f"cuda:{rank}")
 
 
-ONE_OF_TWO = {"cpu": one_of_two, "cuda": one_of_two_gpus}
+#: Where there are two GPUs, a gate's, too.
+WITH_NCCL = [pytest.param(one_of_two_gpus, marks=CUDA.marks)] * (torch.cuda.device_count() > 1)
 
 
-def test_two_processes_average_their_gradients(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    import train_on_two_gpus
-
-    files = [tmp_path / f"record.{kind}" for kind in ("json", "md")]
-    assert train_on_two_gpus.main(["--device", "cpu", "--json", str(files[0]), "--markdown", str(files[1])]) == 0
-    record, told = json.loads(files[0].read_text()), capsys.readouterr().out
-    assert set(record["settings"]) == {f"{name}, {style}" for name in WRAPPED for style in STYLES}
-    assert all(0 < found["error"] <= found["allowed"] for found in record["settings"].values())
-    assert record["backend"] == "gloo" and "machine" in record and told.strip() == files[1].read_text().strip()
-    assert "| DDP, accumulated | " in told
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert train_on_two_gpus.main([]) == 1 and "two GPUs are needed" in capsys.readouterr().err
+@pytest.mark.parametrize("one", [one_of_two, *WITH_NCCL])
+def test_two_processes_average_their_gradients(one: Callable[..., None], tmp_path: Path):
+    two_processes.run(one, tmp_path)
 
 
 # ---- examples/train_gpt.py in seconds: its comparison holds, and notices what is wrong --------------------------
