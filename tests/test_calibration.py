@@ -248,6 +248,8 @@ def damaged(**changes: object) -> str:
 DAMAGES = [
     ("", "it is no JSON"),
     (damaged(resident=0), "0 is no count"),
+    ("[" * 100_000, "it is no JSON"),
+    (damaged(step=10**400), "int too large"),
     ("[1]", "its schema is not 'cutlass_fmha-costs-"),
     (damaged(schema="cutlass_fmha-costs-2"), "its schema is not 'cutlass_fmha-costs-3'"),
     (damaged(rows=None), "it lacks 'rows'"),
@@ -318,10 +320,11 @@ def test_the_users_calibration_counts_before_the_shipped_one_and_a_named_one_alo
     monkeypatch.setenv(store.WHICH, str(named))
     assert store.for_device(L4).origin == f"{named}, named by {store.WHICH}"
     assert store.for_device(device.PRESETS["rtx4090"]).rows == {}  # it is of another GPU
-    named.write_text("{")
-    store.forget()
-    with pytest.raises(store.InvalidCalibration, match="named.json can't be used: it is no JSON"):
-        store.for_device(L4)
+    for content, said in ((b"{", "it is no JSON"), (b"\xff", "'utf-8' codec can't decode")):
+        named.write_bytes(content)
+        store.forget()
+        with pytest.raises(store.InvalidCalibration, match=f"named.json can't be used: {said}"):
+            store.for_device(L4)
 
 
 def test_a_gpu_that_takes_rows_of_another_architecture_pays_its_own_rates():

@@ -48,13 +48,17 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
 
 
-def runner(pool: Any = None, cross: bool = False, head_dim: int = 64, **changed: Any) -> SimpleNamespace:
+def runner(
+    pool: Any = None, cross: bool = False, head_dim: int = 64, images: bool = False, **changed: Any
+) -> SimpleNamespace:
     given = {
         "kv_cache_dtype": torch.bfloat16, "use_mla_backend": False, "page_size": PAGE, "gpu_id": 0,
         "spec_algorithm": SimpleNamespace(is_speculative=lambda: False), "token_to_kv_pool": pool,
         "kv_index_translator": SimpleNamespace(is_translating=False),
         "req_to_token_pool": SimpleNamespace(size=8, req_to_token=torch.full((9, CONTEXT), 5, dtype=torch.int32)),
-        "model_config": SimpleNamespace(is_encoder_decoder=cross, dtype=torch.bfloat16, head_dim=head_dim),
+        "model_config": SimpleNamespace(
+            is_encoder_decoder=cross, dtype=torch.bfloat16, head_dim=head_dim, is_multimodal=images,
+            hf_config=SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"])),
     }  # fmt: skip
     return SimpleNamespace(**{**given, **changed})
 
@@ -153,6 +157,13 @@ def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, length
         assert serving.is_close(again, expected) and again.data_ptr() == batch._attn_output.data_ptr()
 
 
+def test_a_batch_may_be_padded_beyond_the_pool(there: Any):
+    s = Serving(there, DECODE)
+    batch = s.batch("DECODE", 9)
+    s.backend.init_forward_metadata(batch)
+    assert serving.is_close(s.run(batch, s.layer(), 9), s.requests.expected())
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("order", ["rows", "window pool"])
 def test_a_replayed_graph_reads_the_lengths_and_pages_of_now(there: Any, order: str, place: str):
@@ -219,6 +230,7 @@ def test_nothing_asks_what_a_tensor_holds(there: Any):
         ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "has no unified pool"),
         ({"attn_dcp_size": 2}, "has no context parallelism"),
         ({"cross": True}, "has no cross attention"),
+        ({"images": True}, "has no images whose tokens see each other"),
         ({"head_dim": 520}, "use head dims of at most 512"),
     ],
 )

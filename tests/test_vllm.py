@@ -166,6 +166,16 @@ def test_lengths_that_grow_in_place_are_seen(there: Any, place: str):
     assert there.ours.Builder._cudagraph_support is there.base.AttentionCGSupport.UNIFORM_BATCH
 
 
+def test_sinks_that_are_loaded_again_are_read_where_they_were(there: Any):
+    sinks = torch.zeros(HEADS, dtype=torch.bfloat16)
+    impl = there.ours.Impl(HEADS, DIM, 0.1, HEADS_KV, sinks=sinks)
+    impl.process_weights_after_loading(sinks.dtype)
+    kept = impl._said["sinks"]
+    sinks.fill_(3.0)
+    impl.process_weights_after_loading(sinks.dtype)
+    assert impl._said["sinks"] is kept and (kept == 3.0).all()
+
+
 def test_nothing_asks_what_a_tensor_holds(there: Any):
     """Fake tensors hold nothing: one look at a length would raise, and in a graph of CUDA it would, too."""
     s = step(there, MIXED)

@@ -113,15 +113,16 @@ def cache_directory() -> Path:
     Raises FileNotFoundError for a user without a home, as containers have.
     """
     if named := os.environ.get(CACHE_DIR):
-        return Path(named).expanduser()
+        return _home(named)
     # A relative XDG_CACHE_HOME is to be ignored: XDG Base Directory Specification.
     named = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(named) if os.path.isabs(named) else _home() / ".cache") / "cutlass_fmha"
 
 
-def _home() -> Path:
+def _home(path: str | None = None) -> Path:
+    """The user's, or a path that may begin with one's."""
     try:
-        return Path.home()
+        return Path.home() if path is None else Path(path).expanduser()
     except RuntimeError as error:
         raise FileNotFoundError(f"there is no home directory to keep a calibration in: set {CACHE_DIR}") from error
 
@@ -174,7 +175,7 @@ def loads(text: str, origin: str) -> Calibration:
     """A calibration from the text of its file. Raises InvalidCalibration, saying why, for anything else."""
     try:
         content: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidCalibration(f"it is no JSON ({error})") from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise InvalidCalibration(f"its schema is not {SCHEMA!r}")
@@ -191,7 +192,7 @@ def loads(text: str, origin: str) -> Calibration:
         )
     except KeyError as error:
         raise InvalidCalibration(f"it lacks {error}") from error
-    except (TypeError, AttributeError, ValueError) as error:
+    except (TypeError, AttributeError, ValueError, OverflowError) as error:
         raise InvalidCalibration(str(error)) from error
 
 
@@ -245,7 +246,7 @@ def _for(device: Device, which: str) -> Calibration:
     if which == "off":
         return default(device)
     if which:
-        named = _named(Path(which).expanduser())
+        named = _named(which)
         if is_of(named, device):
             return named
     return _users(device) or _shipped(device) or default(device)
@@ -255,12 +256,13 @@ def is_of(calibration: Calibration, device: Device) -> bool:
     return (calibration.gpu, calibration.sm_count) == (device.name, device.sm_count)
 
 
-def _named(path: Path) -> Calibration:
+def _named(which: str) -> Calibration:
     """The file that the environment names: whoever names one wants it, so that a damaged one is an error."""
     try:
+        path = _home(which)
         return loads(path.read_text(encoding="utf-8"), f"{path}, named by {WHICH}")
-    except (OSError, InvalidCalibration) as error:
-        raise InvalidCalibration(f"{WHICH}={path} can't be used: {error}") from error
+    except (OSError, UnicodeDecodeError, InvalidCalibration) as error:
+        raise InvalidCalibration(f"{WHICH}={which} can't be used: {error}") from error
 
 
 def _users(device: Device) -> Calibration | None:

@@ -87,6 +87,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
         batch = forward_batch
         seqused_k, capacity = batch.seq_lens.to(torch.int32), self._rows.shape[1] * self.page_size
         if batch.forward_mode.is_decode_or_idle():
+            if batch.batch_size >= len(self._one_each):  # sequences of nobody, for other ranks of attention
+                self._one_each = self._counts(batch.batch_size)
             starts, longest_q, longest_k = self._one_each[: batch.batch_size + 1], 1, capacity
         elif batch.forward_mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
             sums = torch.cumsum(batch.extend_seq_lens, 0, dtype=torch.int32)
@@ -235,6 +237,10 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
     forward_decode = forward_extend
 
 
+#: Models with --enable-multimodal whose masks SGLang tells its own Triton backend alone.
+SEES_IMAGES = frozenset({"Gemma3ForConditionalGeneration"})
+
+
 def _refusal(runner: Any) -> str | None:
     """Why a model's runner is none for this backend; None where it is."""
     config, dtype = runner.model_config, runner.kv_cache_dtype
@@ -242,6 +248,8 @@ def _refusal(runner: Any) -> str | None:
         return "has no cache of latents, and computes no MLA in SGLang"
     if config.is_encoder_decoder:
         return "has no cross attention in SGLang"
+    if config.is_multimodal and SEES_IMAGES.intersection(config.hf_config.architectures or ()):
+        return "has no images whose tokens see each other in SGLang"
     if runner.spec_algorithm.is_speculative():
         return "has no speculative decoding in SGLang"
     if get_parallel().attn_dcp_size > 1:

@@ -127,8 +127,14 @@ class Impl(AttentionImpl):  # type: ignore[misc]
             self._said["batch_invariant"] = True
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        if self.sinks is not None:
-            self._said["sinks"] = self.sinks.detach().float()  # once, and not at each call
+        """After each load of weights: captured graphs read the sinks where they were."""
+        if self.sinks is None:
+            return
+        kept, new = self._said["sinks"], self.sinks.detach()
+        if new.dtype != torch.float32 and kept.dtype == torch.float32:
+            kept.copy_(new)
+        else:
+            self._said["sinks"] = new.float()  # once, and not at each call
 
     def forward(
         self,
