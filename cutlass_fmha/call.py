@@ -73,8 +73,7 @@ def _dispatch(
     """The call through torch's dispatcher, checked before: the op would use names of its own."""
     if (type(q) is not Tensor or type(k) is not Tensor) and (jagged.is_jagged(q) or jagged.is_jagged(k)):
         packed = jagged.pack((q, k, v), layout, names, arguments)
-        said = packed.arguments
-        out, lse = call_attention(*packed.tensors, scale, causal, return_lse, "bshd", row, names, said)
+        out, lse = call_attention(*packed.tensors, scale, causal, return_lse, "bshd", row, names, packed.arguments)
         return packed.as_given(out, lse if return_lse else None)
     check.check_types((q, k, v), names)
     compiling = torch.compiler.is_compiling()
@@ -89,56 +88,51 @@ def _dispatch(
     if layout == "bhsd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     given = {name: arguments[name] for name in RESULTS if name in arguments}
+    said = {name: x for name, x in arguments.items() if name not in given} if given else arguments
     if given:
-        return _dispatch_into(given, q, k, v, scale, causal, return_lse, layout, row, names, arguments)
-    if not short and not compiling:
-        check_features.check_features((q, k, v), Features(**arguments), names)
+        to, lse = _results(given, (q, k, v), said, layout, names, return_lse)
+    elif not short and not compiling:
+        check_features.check_features((q, k, v), Features(**said), names)
     scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
     if short:
         output, lse = dispatcher.call("forward", q, k, v, scale, causal, return_lse, row)
-    else:
-        if compiling:
-            scale, arguments = _numbers_that_change(scale, arguments)
-        output, lse = dispatcher.call("attend", q, k, v, scale, causal, return_lse, row, **arguments)
+        return (output.transpose(1, 2) if layout == "bhsd" else output), lse
+    if compiling:
+        scale, said = _numbers_that_change(scale, said)
+    if given:
+        torch.ops.cutlass_fmha.attend_out(
+            q, k, v, to.transpose(1, 2) if layout == "bhsd" else to, lse, scale, causal, row, **said
+        )
+        return to, lse
+    output, lse = dispatcher.call("attend", q, k, v, scale, causal, return_lse, row, **said)
     return (output.transpose(1, 2) if layout == "bhsd" else output), lse
 
 
-def _dispatch_into(
+def _results(
     given: Mapping[str, Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    causal: str,
-    return_lse: bool,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    said: Mapping[str, Any],
     layout: str,
-    row: str | None,
     names: Names,
-    arguments: Mapping[str, Any],
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The rest of ``_dispatch`` where there is something to write to. The layout is ``given``'s alone."""
+    """What is written to, checked: what is given, and new memory for the rest. The layout is theirs alone."""
+    q, compiling, out, lse = tensors[0], torch.compiler.is_compiling(), given.get("out"), given.get("lse")
     if type(q).__name__ == "DTensor":
         raise NotImplementedError("out and lse are not taken with DTensors: leave them out")
-    said: Mapping[str, Any] = {name: x for name, x in arguments.items() if name not in given}
-    compiling, out, lse = torch.compiler.is_compiling(), given.get("out"), given.get("lse")
     if not compiling or out is None or (lse is None and return_lse):
         # The op in a graph checks the rest: here nothing may branch on sizes.
         sizes_of = check_features.check_operands if compiling else check_features.check_features
-        sizes = sizes_of((q, k, v), Features(**said), names)
+        sizes = sizes_of(tensors, Features(**said), names)
         if not compiling:
             results.check_results(given, sizes, layout, (names[0], q))
-            tensors = {name: x for name, x in said.items() if isinstance(x, Tensor)}
-            results.check_apart_before(given, dict(zip(names, (q, k, v), strict=True)) | tensors)
+            read = dict(zip(names, tensors, strict=True)) | dispatcher.tensors_of(said)
+            results.check_apart_before(given, read)
         if out is None:
             out = q.new_empty(sizes.out_shape)
             out = out.transpose(1, 2) if layout == "bhsd" else out
         if lse is None and return_lse:
             lse = q.new_empty(sizes.lse_shape, dtype=torch.float32)
-    scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
-    if compiling:
-        scale, said = _numbers_that_change(scale, said)
-    to = out.transpose(1, 2) if layout == "bhsd" else out
-    torch.ops.cutlass_fmha.attend_out(q, k, v, to, lse, scale, causal, row, **said)
     return out, lse
 
 
