@@ -413,6 +413,24 @@ def test_a_nan_of_a_key_reaches_no_other_heads_bias(row: _C.Row):
     assert of_its_own[:, 3].isnan().all() and of_other.isfinite().all() and launch.intact()
 
 
+@gpu.by_row([row for row in GRADIENTS if row.scored])
+def test_a_hidden_key_has_no_gradient_whatever_it_is(row: _C.Row):
+    launch = BackwardLaunch.of(row, Problem(113, 70, mask=("bhqk", "plain"), softcap=2.0, batch=1), DEVICE)
+    launch.said["mask"][..., 3] = False
+    launch.call.k[:, 3, 0] = math.nan
+    launch.run()
+    assert (launch.found["k"][:, 3] == 0).all() and (launch.found["v"][:, 3] == 0).all() and launch.intact()
+
+
+@by_row_of_gradients
+def test_queries_that_are_not_in_use_have_no_gradient_whatever_keys_are(row: _C.Row):
+    launch = BackwardLaunch.drawn(row, Problem(113, 70, used_q=True, seed=1), DEVICE)
+    launch.call.k[:, 3] = math.nan
+    launch.run()
+    used = launch.said["seqused_q"].tolist()
+    assert min(used) < 113 and all((launch.found["q"][n, count:] == 0).all() for n, count in enumerate(used))
+
+
 @by_row_of_gradients
 @pytest.mark.parametrize("causal", CAUSAL)
 def test_gradients_have_the_same_bits_each_time(row: _C.Row, causal: str, parity: ParityReport):

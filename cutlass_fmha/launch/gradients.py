@@ -38,7 +38,6 @@ class Plan(NamedTuple):
     zeros: bool  # not all of the gradients of q, k and v is written
     bias_shape: tuple[int, ...]  # of the sums that its gradient is made of; those of a broadcast one may be whole
     bias_stride: tuple[int, int, int, int]
-    masked: bool  # by a mask that hides nothing
     ordered: bool
     heads: int  # of keys whose dS is in memory at a time
     scores: int  # bytes of it
@@ -99,9 +98,6 @@ def launch(
             setattr(params, field, said[name].data_ptr())
         params.o_stride, params.dout_stride = strides(output), strides(dout)
         _add_results(params, found, bias, sinks, plan.bias_stride)
-        if plan.masked:
-            mask = scratch.empty((1,), torch.int32).fill_(1)  # a byte that says yes
-            params.mask = mask.data_ptr()
         if plan.heads:
             scores = scratch.empty((plan.scores // 4,), torch.float32)
             params.scores, params.scores_turn = scores.data_ptr(), plan.heads
@@ -230,9 +226,6 @@ def _prepare(
         bool(addresses) or 0 in (call.sizes.batch, call.sizes.num_heads),
         bias_shape,
         bias,
-        # Without a mask a wide row takes a tile whose queries all see its keys for one of queries that all exist: what
-        # a NaN of K makes of others would be added beyond the sequence.
-        problem.bias_gradient and row.family == "backward_wide" and features.mask is None,
         params.ordered,
         route.heads,
         route.scores,

@@ -162,8 +162,8 @@ CUTE_DEVICE void query_product(BackwardParams const& p) {
     CUTE_UNROLL
     for (int n = 0; n < C.columns() / 8; ++n) {
       if (column_begin + 8 * n >= p.head_dim) break;
-      *reinterpret_cast<uint32_t*>(at + 8 * n) =
-          pack<typename T::Element>(rows(row, 2 * n) * p.scale, rows(row, 2 * n + 1) * p.scale);
+      uint32_t const found = pack<typename T::Element>(rows(row, 2 * n) * p.scale, rows(row, 2 * n + 1) * p.scale);
+      *reinterpret_cast<uint32_t*>(at + 8 * n) = query < s.queries ? found : 0;
     }
   }
 }

@@ -172,7 +172,9 @@ __device__ void backward_after(BackwardParams const& p) {
   for (int i = threadIdx.x; i < kRowsAfter * chunks; i += kHelperThreads) {
     int const row = i / chunks, column = i % chunks * 8;
     if (rows.begin + row >= s.rows_q) break;
-    Chunk<T, 8>::load(&staged[row][column])
+    // Of a query that doesn't exist, dS is 0, but perhaps not all keys are numbers.
+    bool const exists = rows.begin + row < s.queries;
+    (exists ? Chunk<T, 8>::load(&staged[row][column]) : Chunk<T, 8>{})
         .store(static_cast<T*>(p.dq) + rows.offset(p.dq_stride, rows.begin + row) + column);
   }
 }

@@ -85,7 +85,7 @@ struct ScoredChunk {
             x[i] = rows(row, 2 * pair + i);
             if (capped) {
               x[i] = tanh_of_exp2(x[i] * p.cap_scale);
-              derivative[i] = fmaf(-x[i], x[i], 1.f);
+              derivative[i] = __saturatef(fmaf(-x[i], x[i], 1.f));  // 0 of what is no number: it may be hidden
             }
             x[i] = exp2_approx(fmaf(x[i], unit, added));
             if constexpr (Masked) {

@@ -9,7 +9,9 @@ namespace cutlass_fmha {
 /// same: a block owns either.
 struct WideBackwardConfig : TileConfig {
   constexpr Family family() const { return Family::backward_wide; }
-  static constexpr bool scored() { return true; }  ///< knows masks and biases, and every sum has a fixed order
+  static constexpr bool scored() {
+    return true;
+  }  ///< knows masks and biases; every sum but a bias's gradient has a fixed order
   constexpr int head_dim_v() const { return head_dim; }
   constexpr int alignment() const { return 16; }
 };

@@ -1,6 +1,6 @@
 // Gradients of float32 and of head dims above 256. A thread block owns tile_m rows of one gradient: of dQ, and walks
 // the keys that its queries see; or of dK or dV, and walks the queries, of all heads that share the keys, one head
-// after the other. So every sum has one order, and no two blocks write to the same place.
+// after the other. So every sum has one order, and no two blocks write to the same place; a bias's gradient apart.
 //
 // The three are one computation. With X what is owned and Y what is walked, [Q, dO] and [K, V] or the other way around,
 //     S = X0 Y0^T      dP = X1 Y1^T      dS = P (dP - D)      dX0 = scale dS Y0      dV = P dO
@@ -127,7 +127,7 @@ struct WideBackward {
       unit = p.softcap * kLog2e;
       for_each(weights, [&](float& score, int i, Place) {
         score = tanh_of_product<T>(score, p.cap_scale);
-        derivative(i) = fmaf(-score, score, 1.f);
+        derivative(i) = __saturatef(fmaf(-score, score, 1.f));  // 0 of what is no number: it may be hidden
       });
     }
     if (p.bias == nullptr && p.alibi_slopes == nullptr) {
@@ -155,7 +155,7 @@ struct WideBackward {
     Sequence const& s = tile.sequence;
     int const head = query_head(number), query = first_query(number), key = first_key(number);
     CommonView const view(p, s, query, smaller(query + C.tile_m, s.queries) - 1);
-    if (p.mask == nullptr && pieces == ~0u && view.all_see(key, C.tile_n)) return;
+    if (p.mask == nullptr && pieces == ~0u && query + C.tile_m <= s.queries && view.all_see(key, C.tile_n)) return;
     for_each(weights, [&](float& score, int, Place at) {
       bool seen = visible_keys(p, s, query + at.query).sees(key + at.key) &&
                   (pieces >> (at.query / kListedQueries * (C.tile_n / kListedKeys) + at.key / kListedKeys) & 1) != 0;
@@ -176,7 +176,8 @@ struct WideBackward {
     for (int i = 0; i < kLaneScores; ++i) {
       Place const at = place(i);
       int const key = first_key(number) + at.key;
-      PhiloxWords const made = dropout_numbers(*p.dropout_seed, sequence_head, first_query(number) + at.query, key / 8);
+      PhiloxWords const made =
+          dropout_numbers(*p.dropout_seed, sequence_head, first_query(number) + at.query, key / 8, WideProduct{});
       uint32_t const low = key & 2 ? made.word[1] : made.word[0], high = key & 2 ? made.word[3] : made.word[2];
       uint32_t const pair = key & 4 ? high : low, own = key & 1 ? pair >> 16 : pair & 0xffffu;
       kept |= uint32_t(own >= p.dropout_threshold) << i;
@@ -205,7 +206,7 @@ struct WideBackward {
 
   CUTE_DEVICE void add_to_bias(int number) {
     for_each(weights, [&](float& ds, int, Place at) {
-      if (ds == 0.f) return;
+      if (ds == 0.f || !exists(first_query(number) + at.query, first_key(number) + at.key)) return;
       float* const to = p.dbias + offset(p.dbias_stride, tile.sequence, tile.head, first_query(number) + at.query,
                                          first_key(number) + at.key);
       asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(ds) : "memory");
@@ -267,7 +268,7 @@ struct WideBackward {
     }
   }
 
-  CUTE_DEVICE void write() const {
+  CUTE_DEVICE void write() {
     bool const queries = tile.has_queries();
     void* const to = queries ? p.dq : tile.of == GradientOf::key ? p.dk : p.dv;
     if (to == nullptr) return;  // the block had a bias's
@@ -278,7 +279,7 @@ struct WideBackward {
                               ? s.entry_q * stride.batch + s.first_q * stride.seqlen + tile.head * stride.head
                               : s.entry_k * stride.batch + s.first_k * stride.seqlen + tile.head / group * stride.head;
     float const factor = tile.of == GradientOf::value ? 1.f : p.scale;
-    int const rows = queries ? s.rows_q : s.keys;
+    int const rows = queries ? s.rows_q : s.keys, existing = queries ? s.queries : s.keys;
     CUTE_UNROLL
     for (int i = 0; i < kSteps; ++i) {
       int const column = i * C.step_columns() + half * (C.step_columns() / 2);
@@ -286,6 +287,10 @@ struct WideBackward {
       for (int below = 0; below < 2; ++below) {
         int const row = tile.begin + warp_row + static_cast<int>(threadIdx.x) / 4 + 8 * below;
         if (row >= rows) continue;
+        if (row >= existing) {  // its dS is 0, but perhaps not all keys are numbers
+          CUTE_UNROLL
+          for (auto& sums : gradient[i]) sums[2 * below] = sums[2 * below + 1] = 0.f;
+        }
         products.write(static_cast<T*>(to) + first + row * stride.seqlen + column, below, dims - column, factor,
                        gradient[i]);
       }
