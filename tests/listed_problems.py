@@ -43,6 +43,7 @@ _GROUPS = {
         *each(**BLOCKS, seqlen_k=160, seqlen_q=[5, 150], used_k=[False, True]),
         *each(70, 160, **BLOCKS, leftpad=True, head_dim=40, head_dim_v=33),
         P(300, 300, causal="bottom-right", blocks=(64, 64), window=(100, 0), mask=("hqk", "plain")),
+        P(600, 65, "top-left", blocks=(64, 64), window=(3, -1), page_size=16, used_k=True),
     ],
     "scores": [
         *(

@@ -59,11 +59,8 @@ def test_what_plain_rows_lack_and_scored_ones_know():
     assert reasons(tile, block_mask=(96, 80)) == f"{blocks} 64 x 32, and these are 96 x 80"
     assert reasons(FEW_QUERY, block_mask=(64, 96)) == f"{blocks} 16 x 64, and these are 64 x 96"
     windowed = {"features": ("pages", "window", "block_mask"), "block_mask": (64, 96), "window": (3, -1)}
-    assert "over pages" in reasons(tile, **windowed, causal="top-left")
-    for causal in ("bottom-right", "none"):  # which are chosen first, and say nothing of the other
+    for causal in ("bottom-right", "none", "top-left"):
         assert choose.choose(replace(PREFILL, **windowed, causal=causal), L4, table=BUILD).takes_features
-    with pytest.raises(UnsupportedError, match="no block mask over pages"):
-        choose.choose(replace(PREFILL, **windowed, causal="top-left"), L4, table=BUILD)
 
 
 #: Of each family features that its rows take, beside a window, and others of which each is a reason.

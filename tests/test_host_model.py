@@ -291,6 +291,10 @@ def test_block_lists_are_walked_from_the_last_entry_to_the_first():
     # A block of more keys than there are ends with them.
     p.block_n, p.block_stride = 2**29, (0, 0, 0, 1)
     assert [key for key, _ in _C.host.key_steps(p, (0, 0, 0, 0), 32, 32)][-8:] == list(range(224, -1, -32))
+    # None is walked where no query of the tile sees a key: there may be no page of it.
+    case = Case(1, 96, 32, 3, bottom_right=False, vectors={"block_counts": [1, 1], "block_indices": [0] * 4})
+    p = case.params(block_m=64, block_n=64, **strides)
+    assert [len(_C.host.key_steps(p, (row, 0, 0, 0), 32, 32)) for row in (0, 32, 64)] == [1, 1, 0]
 
 
 def test_pages_and_batch_entries_lead_to_the_rows():

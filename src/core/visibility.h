@@ -103,11 +103,12 @@ FMHA_HOST_DEVICE inline KeyWalk range_walk(FeatureParams const& p, Sequence cons
   return walk;
 }
 
-/// The same, or what a block list names.
+/// The same, or what a block list names where some of them sees anything.
 FMHA_HOST_DEVICE inline KeyWalk whole_walk(FeatureParams const& p, Sequence const& s, int head, int i_begin, int i_last,
                                            int tile_keys) {
-  if (p.block_counts == nullptr) return range_walk(p, s, i_begin, i_last, tile_keys);
-  KeyWalk walk;
+  KeyWalk walk = range_walk(p, s, i_begin, i_last, tile_keys);
+  if (p.block_counts == nullptr || walk.tiles == 0) return walk;
+  walk.first = 0;
   int const row = i_begin / p.block_m;
   walk.tiles = p.block_tiles * block_count(p, s.batch, head, row);
   walk.blocks = block_list(p, s.batch, head, row);

@@ -38,16 +38,8 @@ def _block_mask(row: Row, problem: Problem, device: Device, table: Table) -> str
     return whole_blocks(problem, row.tile_m, row.tile_n * row.kv_warps)
 
 
-def _lists_of_pages(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
-    """A tile that lists name and no query sees has a page of its first query's window, beyond the keys in use."""
-    windowed = problem.window[0] >= 0 and problem.causal == "top-left"
-    if problem.block_mask is None or "pages" not in problem.features or not windowed:
-        return None
-    return "takes no block mask over pages with a window whose left end may lie behind the keys (causal='top-left')"
-
-
 FIXED_RULES: tuple[Rule, ...] = (made_for_device, dtype, _head_dim, shared_memory)
-CALL_RULES: tuple[Rule, ...] = (_block_mask, _lists_of_pages, alignment)
+CALL_RULES: tuple[Rule, ...] = (_block_mask, alignment)
 
 
 def lacking(problem: Problem) -> tuple[str, ...]:
