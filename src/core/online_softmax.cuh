@@ -97,23 +97,24 @@ struct SingleThread {
   CUTE_HOST_DEVICE static bool any(bool x) { return x; }
 };
 
-/// What a trial makes of a score on its way to the exponent: itself.
+/// What a trial takes for the exponents of a row of scores: these. subtracted(row, r): what its exponents lack but for
+/// r; exponent(score, column, scale_log2, subtracted); holds(): whether all of them were right.
 struct ScoreItself {
-  CUTE_HOST_DEVICE float operator()(float score) const { return score; }
+  CUTE_HOST_DEVICE float subtracted(int, float reference) const { return reference; }
+  CUTE_HOST_DEVICE float exponent(float score, int, float scale_log2, float subtracted) const {
+    return fmaf(score, scale_log2, -subtracted);
+  }
   CUTE_HOST_DEVICE bool holds() const { return true; }
 };
 
 /// Scores that are what the softmax takes: see OnlineSoftmax::step.
 struct ScoresAsTheyAre {
-  static constexpr bool kShifted = false;
-
   template <class Trial>
   CUTE_HOST_DEVICE bool fails(Trial const& trial) const {
     return trial(ScoreItself{});
   }
   template <class Scores>
   CUTE_HOST_DEVICE void settle(Scores const&) const {}
-  CUTE_HOST_DEVICE float shift(int) const { return 0.f; }
 };
 
 /// State of `Rows` query rows of one thread. P is stored as `Element`, which bounds how far a trial may overshoot.
@@ -153,9 +154,8 @@ struct OnlineSoftmax {
 
   /// Turns a block of scores into probabilities. scores: (row, column); pairs: (row, column / 2) of two packed
   /// Elements; output: (row, column) of the accumulator of O. `First`: nothing was accumulated yet.
-  /// `terms`: what scores still lack. fails(trial) calls trial(value), where value(score) is what the exponent takes
-  /// and value.holds() says whether all of those were right, or says that no trial is worth it. Where one failed,
-  /// settle(scores) makes them so. And with kShifted, shift(row) is to be added to all scores of a row.
+  /// `terms`: what scores still lack. fails(trial) calls trial(value), see ScoreItself, or says that no trial is worth
+  /// it. Where one failed, settle(scores) makes them what they should be.
   template <bool First, class Scores, class Pairs, class Output, class Maxima, class Terms = ScoresAsTheyAre>
   CUTE_HOST_DEVICE void step(Scores const& scores, Pairs&& pairs, Output&& output, Maxima&& maxima,
                              Terms&& terms = {}) {
@@ -165,13 +165,14 @@ struct OnlineSoftmax {
       raise = terms.fails([&](auto&& value) FMHA_INLINE {
         PerRow subtracted;
         CUTE_UNROLL
-        for (int row = 0; row < Rows; ++row) subtracted[row] = shifted(terms, row), block_sum[row] = 0.f;
+        for (int row = 0; row < Rows; ++row)
+          subtracted[row] = value.subtracted(row, reference[row]), block_sum[row] = 0.f;
         CUTE_UNROLL
         for (int pair = 0; pair < cute::size<1>(pairs); ++pair) {
           CUTE_UNROLL
           for (int row = 0; row < Rows; ++row) {
-            block_sum[row] += exponentiate(scores, pairs, row, pair, [&](float score) {
-              return fmaf(value(score), scale_log2, -subtracted[row]);
+            block_sum[row] += exponentiate(scores, pairs, row, pair, [&](float score, int col) {
+              return value.exponent(score, col, scale_log2, subtracted[row]);
             });
           }
         }
@@ -185,11 +186,11 @@ struct OnlineSoftmax {
       terms.settle(scores);
       CUTE_UNROLL
       for (int row = 0; row < Rows; ++row) {
-        float const maximum = raise_reference<First>(scores, output, maxima, row, terms), r = shifted(terms, row);
+        float const maximum = raise_reference<First>(scores, output, maxima, row), r = reference[row];
         block_sum[row] = 0.f;
         CUTE_UNROLL
         for (int pair = 0; pair < cute::size<1>(pairs); ++pair) {
-          block_sum[row] += exponentiate(scores, pairs, row, pair, [&](float score) {
+          block_sum[row] += exponentiate(scores, pairs, row, pair, [&](float score, int) {
             return r == -INFINITY ? (score - maximum) * scale_log2 : fmaf(score, scale_log2, -r);
           });
         }
@@ -232,35 +233,25 @@ struct OnlineSoftmax {
 #endif
   }
 
-  /// A row's reference, for scores without their shift.
-  template <class Terms>
-  CUTE_HOST_DEVICE float shifted(Terms const& terms, int row) const {
-    if constexpr (cute::remove_cvref_t<Terms>::kShifted) return fmaf(-terms.shift(row), scale_log2, reference[row]);
-    return reference[row];
-  }
-
   /// Two neighbouring probabilities of a row, stored as a pair; returns their sum before rounding.
   template <class Scores, class Pairs, class Exponent>
   CUTE_HOST_DEVICE static float exponentiate(Scores const& scores, Pairs&& pairs, int row, int pair,
                                              Exponent const& exponent) {
-    float const p0 = exp2_approx(exponent(scores(row, 2 * pair)));
-    float const p1 = exp2_approx(exponent(scores(row, 2 * pair + 1)));
+    float const p0 = exp2_approx(exponent(scores(row, 2 * pair), 2 * pair));
+    float const p1 = exp2_approx(exponent(scores(row, 2 * pair + 1), 2 * pair + 1));
     pairs(row, pair) = pack<Element>(p0, p1);
     return p0 + p1;
   }
 
   /// Raises r to the running maximum m and rescales what was accumulated against the old one. Returns what a row
-  /// without r must subtract from its scores: m, without their shift, and 0 where nothing is visible yet, for
-  /// 2^(-inf - 0) = 0.
-  template <bool First, class Scores, class Output, class Maxima, class Terms>
-  CUTE_HOST_DEVICE float raise_reference(Scores const& scores, Output&& output, Maxima&& maxima, int row,
-                                         Terms const& terms) {
+  /// without r must subtract from its scores: m, and 0 where nothing is visible yet, for 2^(-inf - 0) = 0.
+  template <bool First, class Scores, class Output, class Maxima>
+  CUTE_HOST_DEVICE float raise_reference(Scores const& scores, Output&& output, Maxima&& maxima, int row) {
     float block = scores(row, 0);
     CUTE_UNROLL
     for (int col = 1; col < cute::size<1>(scores); ++col) block = fmaxf(block, scores(row, col));
     float const old = First ? -INFINITY : maxima.get(row);
     block = Exchange::max(block);
-    if constexpr (Terms::kShifted) block += terms.shift(row);
     float const m = fmaxf(old, block);
     maxima.set(row, m);
     bool const fine = fabsf(m * scale_log2) <= kCoarse;
@@ -273,7 +264,6 @@ struct OnlineSoftmax {
       for (int col = 0; col < cute::size<1>(output); ++col) output(row, col) *= factor;
     }
     reference[row] = raised;
-    if constexpr (Terms::kShifted) return m == -INFINITY ? 0.f : m - terms.shift(row);
     return m == -INFINITY ? 0.f : m;
   }
 };

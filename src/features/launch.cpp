@@ -3,6 +3,7 @@
 #include <cmath>
 #include <string>
 
+#include "../core/approximate.cuh"
 #include "../core/visibility.h"
 #include "../device_guard.h"
 #include "../helpers/launch.h"
@@ -36,16 +37,24 @@ constexpr double kCapSeries[kCapTerms] = {0.999999413596981,   -0.33329042367377
                                           -0.0516056715581516, 0.016743112289158223, -0.0030670592223828487};
 constexpr double kTanhOf1 = 0.7615941559557649;
 
-/// What p.cap_on_trial promises, where all of the polynomial is a number that no flush to zero takes away.
-void set_cap_on_trial(FeatureParams& p) {
+/// What Modifier::softcap takes, where all of the polynomial is a number that no flush to zero takes away: whether so.
+bool set_cap_terms(FeatureParams& p) {
   double const ratio = double(p.scale) / p.softcap;
   double power = -1. / kTanhOf1, least = 1e30;
   for (int n = 0; n < kCapTerms; ++n, power *= ratio * ratio) {
     p.cap_terms[n] = float(kCapSeries[n] * power);
     least = std::min(least, std::abs(kCapSeries[n] * power));
   }
-  p.cap_on_trial = p.scale > 0.f && least >= FLT_MIN && std::max(ratio, double(p.scale)) < 1e6;
-  if (p.cap_on_trial) p.score_unit = float(p.scale * kTanhOf1);
+  return p.scale > 0.f && least >= FLT_MIN && std::max(ratio, double(p.scale)) < 1e6;
+}
+
+/// Of a score-mod row, which takes what it is called with.
+Modifier find_modifier(FeatureParams& p) {
+  bool const drops = p.dropout_threshold != 0;
+  if (p.softcap == 0.f && !p.alibi_slopes && drops && p.raw_scores) return Modifier::dropout;
+  if (p.softcap == 0.f && p.alibi_slopes && !drops && p.pack == 1) return Modifier::alibi;
+  if (is_only_capped(p) && !drops && set_cap_terms(p)) return Modifier::softcap;
+  return Modifier::any;
 }
 
 /// Whether a masked row can read what it reads for each score by kMaskRun keys at once.
@@ -75,8 +84,9 @@ void find_out(FeatureParams& p, ForwardConfig const& c) {
   p.raw_scores = by_softmax && raw_scores(p);
   p.score_unit = p.raw_scores ? p.scale : by_softmax && is_only_capped(p) ? p.softcap : 1.f;
   p.cap_scale = cap_scale(p);
-  p.cap_on_trial = false;
-  if (tries_caps(c) && is_only_capped(p)) set_cap_on_trial(p);
+  p.modifier = tells_modifiers_apart(c) ? find_modifier(p) : Modifier::any;
+  p.scale_log2 = p.scale * kLog2e;
+  if (p.modifier == Modifier::softcap) p.score_unit = float(p.scale * kTanhOf1);
   p.keys_before = p.window_right == 0 && !p.prefix_lengths;
   if (c.features == Features::ranges) {
     SplitScale const split(p.scale);

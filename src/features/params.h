@@ -39,10 +39,22 @@ enum class KeysStand : int {
   anyhow,
 };
 
-/// Coefficients of the polynomial for tanh: see CapOnTrial. It makes a second trial in the loop, which spills where
-/// fragments leave few registers.
+/// Coefficients of the polynomial for tanh: see CapOnTrial.
 constexpr int kCapTerms = 6;
-constexpr bool tries_caps(ForwardConfig const& c) { return c.modifies_scores() && is_roomy(c); }
+
+/// What score-mod rows have a walk of its own for: the only modifier that there is. Questions about others would cut
+/// its code into pieces that are not mixed with the softmax.
+enum class Modifier : int {
+  any,
+  alibi,    ///< of one head in a tile
+  softcap,  ///< where the softmax's trial takes tanh(x) by a polynomial, and nothing else becomes of scores
+  dropout,
+};
+/// Whether a row has these walks, and not the first one alone: with cp.async, and as many registers taken as at D128,
+/// several walks spill that each alone would not.
+constexpr bool tells_modifiers_apart(ForwardConfig const& c) {
+  return c.modifies_scores() && (c.copy == Copy::tma || spare_registers(c) >= 60);
+}
 
 struct FeatureParams {
   void const* q;  ///< [batch, seqlen_q, num_heads, head_dim], or [total_q, num_heads, head_dim]
@@ -118,14 +130,14 @@ struct FeatureParams {
   float cap_scale;    ///< 2 log2(e) scale / softcap, finite
   bool keys_before;   ///< no query sees a key that comes after it
   KeysStand keys_stand;
-  uint32_t q_and, q_xor;   ///< of ranged rows, whose scale is positive then: SplitScale
-  Divisor by_block_tiles;  ///< by block_tiles
-  bool device_lengths;     ///< it is read on the device which rows and keys a tile has
-  int block_tiles;         ///< the row's steps of keys in block_n, or in all keys
-  int key_blocks;          ///< key blocks of the longest sequence
-  /// Of score-mod rows: scores are c tanh(x) and nothing else, and the softmax's trial takes tanh(x) by a polynomial.
-  bool cap_on_trial;
-  float cap_terms[kCapTerms];  ///< its coefficients, in q k
+  uint32_t q_and, q_xor;       ///< of ranged rows, whose scale is positive then: SplitScale
+  Divisor by_block_tiles;      ///< by block_tiles
+  bool device_lengths;         ///< it is read on the device which rows and keys a tile has
+  int block_tiles;             ///< the row's steps of keys in block_n, or in all keys
+  int key_blocks;              ///< key blocks of the longest sequence
+  Modifier modifier;           ///< of score-mod rows
+  float cap_terms[kCapTerms];  ///< Modifier::softcap: the polynomial's coefficients, in q k
+  float scale_log2;            ///< Modifier::alibi: of q k, in log2 units
 };
 
 /// What a launch of a row that copies by TMA reads besides.

@@ -110,9 +110,6 @@ CUTE_DEVICE uint32_t signs_of_bytes(uint32_t low, uint32_t high, uint32_t which)
   return y;
 }
 
-/// Whether what ALiBi adds to all scores of a row goes into the softmax's reference: a register or two for each row.
-constexpr bool shifts_scores(ForwardConfig const& c) { return is_roomy(c); }
-
 /// The scores of one lane: the walk's tile begins at key_begin.
 template <ForwardConfig C>
 struct ScoreBlock {
@@ -126,9 +123,9 @@ struct ScoreBlock {
   Rows rows;
   int key_begin;
 
-  /// q k -> score, in units of p.score_unit. `shifts`: where given, of a row, what all of its scores still lack.
-  template <class Scores, class Shifts = std::nullptr_t>
-  CUTE_DEVICE void modify(Scores&& scores, Shifts&& shifts = nullptr) const {
+  /// q k -> score, in units of p.score_unit.
+  template <class Scores>
+  CUTE_DEVICE void modify(Scores&& scores) const {
     using namespace cute;
     float factor = p.scale;
     if (p.softcap != 0.f) {
@@ -146,8 +143,8 @@ struct ScoreBlock {
       }
     }
     if (p.alibi_slopes != nullptr) {
-      if constexpr (C.modifies_scores()) {
-        if (add_alibi_line(scores, shifts, factor)) return;
+      if constexpr (C.modifies_scores() && !tells_modifiers_apart(C)) {
+        if (add_alibi_line(scores, factor)) return;
       }
       add_alibi(scores, factor);
     } else if (factor != p.score_unit) {
@@ -163,6 +160,35 @@ struct ScoreBlock {
     CUTE_UNROLL
     for (int i = 0; i < cute::size(scores); ++i) {
       scores(i) = fmaf(-2.f * factor, reciprocal_approx(1.f + exp2_approx(scores(i) * p.cap_scale)), factor);
+    }
+  }
+
+  /// scores * factor - slope |i + offset - j|
+  template <class Scores>
+  CUTE_DEVICE void add_alibi(Scores&& scores, float factor) const {
+    using namespace cute;
+    int const first = key(0);
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      float const slope = rows.slope(p, tile, row), beside = float(at(row).query + sequence.offset - first);
+      if (C.scored() && p.keys_before) {  // no visible key comes after its query; other rows have AlibiOnTrial then
+        float const last = -slope * beside;
+        CUTE_UNROLL
+        for (int col = 0; col < size<1>(scores); ++col) {
+          scores(row, col) = fmaf(scores(row, col), factor, fmaf(slope, float(Order::of_column(col)), last));
+        }
+      } else {
+        add_distances(scores, row, factor, slope, beside);
+      }
+    }
+  }
+  /// The same where all rows of a warp are of one head.
+  template <class Scores>
+  CUTE_DEVICE void add_alibi_of_head(Scores&& scores) const {
+    CUTE_UNROLL
+    for (int row = 0; row < cute::size<0>(scores); ++row) {
+      float const beside = float(rows.warp.beside + accumulator_row(row, lane_id()) - key(0));
+      add_distances(scores, row, p.scale, rows.warp.slope, beside);
     }
   }
 
@@ -212,7 +238,7 @@ struct ScoreBlock {
   template <class Pairs>
   CUTE_DEVICE void drop_out(Pairs&& pairs) const {
     using namespace cute;
-    if (p.dropout_threshold == 0) return;
+    if (C.scored() && p.dropout_threshold == 0) return;
     uint64_t const seed = *p.dropout_seed;
     auto const drop_pair = [&](int row, int pair, uint32_t numbers)
                                FMHA_INLINE { pairs(row, pair) = drop(pairs(row, pair), numbers, p.dropout_threshold); };
@@ -291,6 +317,38 @@ struct ScoreBlock {
               signs_of_bytes(given << 2 * (call - first), 0, own_bytes);
         }
       }
+    }
+  }
+  /// add_alibi() where a lane's rows are of one head and no key that they see comes after its query, or none before: a
+  /// line in j. False elsewhere.
+  template <class Scores>
+  CUTE_DEVICE bool add_alibi_line(Scores&& scores, float factor) const {
+    using namespace cute;
+    if (p.pack != 1) return false;
+    int const begin = uniform(rows.warp.beside);
+    float const upwards = rows.warp.slope;
+    bool const before = p.keys_before || key_begin + C.tile_n - 1 <= begin;
+    if (!before && key_begin < begin + T::kRows - 1) return false;
+    float const slope = before ? upwards : -upwards;
+    float const first = slope * float(key_begin + Order::first(lane_id()) - begin - accumulator_row(0, lane_id()));
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      float const of_row = fmaf(slope, -float(accumulator_row(row, 0)), first);
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        float const added = fmaf(slope, float(Order::of_column(col)), of_row);
+        scores(row, col) = fmaf(scores(row, col), factor, added);
+      }
+    }
+    return true;
+  }
+
+  template <class Scores>
+  CUTE_DEVICE static void add_distances(Scores&& scores, int row, float factor, float slope, float beside) {
+    CUTE_UNROLL
+    for (int col = 0; col < cute::size<1>(scores); ++col) {
+      float const distance = fabsf(beside - float(Order::of_column(col)));
+      scores(row, col) = fmaf(scores(row, col), factor, -slope * distance);
     }
   }
   CUTE_DEVICE bool exists(QueryRow const& q, int key) const {
@@ -385,122 +443,115 @@ struct ScoreBlock {
       }
     }
   }
-
-  /// The same where a lane's rows are of one head and no key that they see comes after its query, or none before: a
-  /// line in j, which is that of all rows but for what is the same for all keys of a row. It is 0 in the middle of the
-  /// block, so that little of a score is rounded off. False elsewhere.
-  template <class Scores, class Shifts>
-  CUTE_DEVICE bool add_alibi_line(Scores&& scores, Shifts&& shifts, float factor) const {
-    using namespace cute;
-    if (p.pack != 1) return false;
-    int const begin = uniform(rows.warp.beside);
-    float const upwards = rows.warp.slope;
-    bool const before = p.keys_before || key_begin + C.tile_n - 1 <= begin;
-    if (!before && key_begin < begin + T::kRows - 1) return false;
-    float const slope = before ? upwards : -upwards;
-    float const last = slope * float(Order::first(lane_id()) - C.tile_n / 2);
-    float const from_first = slope * float(key_begin + C.tile_n / 2 - begin - accumulator_row(0, lane_id()));
-    CUTE_UNROLL
-    for (int row = 0; row < size<0>(scores); ++row) {
-      float const of_row = fmaf(slope, -float(accumulator_row(row, 0)), from_first);
-      if constexpr (shifts_scores(C)) shifts[row] = of_row;
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); ++col) {
-        float const added = fmaf(slope, float(Order::of_column(col)), shifts_scores(C) ? last : last + of_row);
-        scores(row, col) = fmaf(scores(row, col), factor, added);
-      }
-    }
-    return true;
-  }
-
-  /// scores * factor - slope |i + offset - j|
-  template <class Scores>
-  CUTE_DEVICE void add_alibi(Scores&& scores, float factor) const {
-    using namespace cute;
-    int const first = key(0);
-    CUTE_UNROLL
-    for (int row = 0; row < size<0>(scores); ++row) {
-      float const slope = rows.slope(p, tile, row), beside = float(at(row).query + sequence.offset - first);
-      if (C.scored() && p.keys_before) {  // no visible key comes after its query; other rows have a line then
-        float const last = -slope * beside;
-        CUTE_UNROLL
-        for (int col = 0; col < size<1>(scores); ++col) {
-          scores(row, col) = fmaf(scores(row, col), factor, fmaf(slope, float(Order::of_column(col)), last));
-        }
-      } else {
-        CUTE_UNROLL
-        for (int col = 0; col < size<1>(scores); ++col) {
-          float const distance = fabsf(beside - float(Order::of_column(col)));
-          scores(row, col) = fmaf(scores(row, col), factor, -slope * distance);
-        }
-      }
-    }
-  }
 };
 
 /// tanh(x) / x by a polynomial in x^2, negative, and from -1 to -2 up to x = 1, where it is right: outside, and for
 /// what is no number, another bit of its exponent or its sign differs. In units of p.score_unit.
-struct CapOnTrial {
+struct CapOnTrial : ScoreItself {
   FeatureParams const& p;
   uint32_t common = 0xffffffffu;  ///< of all values
 
-  CUTE_DEVICE float operator()(float score) {
+  CUTE_DEVICE explicit CapOnTrial(FeatureParams const& p) : p(p) {}
+  CUTE_DEVICE float exponent(float score, int, float scale_log2, float subtracted) {
     float const square = score * score;
     float value = p.cap_terms[kCapTerms - 1];
     CUTE_UNROLL
     for (int n = kCapTerms - 2; n >= 0; --n) value = fmaf(value, square, p.cap_terms[n]);
     common &= __float_as_uint(value);
-    return -value * score;
+    return fmaf(-value * score, scale_log2, -subtracted);
   }
   CUTE_DEVICE bool holds() const { return (common & 0xbf800000u) == 0xbf800000u; }
+};
+
+/// Scores with ALiBi's distances where a lane's rows are of one head, and no key that they see comes after its query,
+/// or none before: a line in j, which is that of all rows but for what is the same for all keys of a row.
+template <ForwardConfig C>
+struct AlibiOnTrial : ScoreItself {
+  FeatureParams const& p;
+  float slope;  ///< of that line, in log2 units
+  float first;  ///< the lane's first key, counted from that beside the query of its first row
+
+  CUTE_DEVICE float subtracted(int row, float reference) const {
+    return fmaf(-slope, first - float(accumulator_row(row, 0)), reference);
+  }
+  CUTE_DEVICE float exponent(float score, int col, float, float subtracted) const {
+    return fmaf(score, p.scale_log2, fmaf(slope, float(KeyOrder<C>::of_column(col)), -subtracted));
+  }
+};
+
+/// What is known of a phase's scores in a walk of score-mod rows.
+template <Modifier M>
+struct ModifiedBy {
+  static constexpr Modifier kModifier = M;
 };
 
 /// What a phase's scores lack for the softmax of a score-mod row: OnlineSoftmax's terms. WarpScores::large: some were
 /// too large for the polynomial, and so will others be. What is known of the block is asked for anew where a trial
 /// failed, since no register is left to keep it meanwhile.
-template <ForwardConfig C, class Keys>
+template <ForwardConfig C, class Keys, Modifier M>
 struct ScoreTerms {
-  static constexpr int kRows = 2 * ForwardTypes<C>::kRowSteps;
-  static constexpr bool kShifted = shifts_scores(C);
+  static constexpr bool kTried = M == Modifier::alibi || M == Modifier::softcap;  ///< a trial takes scores as they are
 
   Keys const& keys;
   int phase;
   bool masked;
-  float shifts[kShifted ? kRows : 1];
 
   /// All that a trial doesn't.
   template <class Scores>
-  CUTE_DEVICE void prepare(Scores&& scores) {
-    CUTE_UNROLL
-    for (float& shift : shifts) shift = 0.f;
-    if (tries_caps(C) && keys.p.cap_on_trial) return;
+  CUTE_DEVICE void prepare(Scores&& scores) const {
+    if constexpr (kTried) return;
     ScoreBlock<C> const block = keys.block_at(phase);
-    if (!keys.p.raw_scores) block.modify(scores, shifts);
+    if constexpr (M == Modifier::any) block.modify(scores);
     if (masked) block.hide_by_range(scores);
   }
 
   template <class Trial>
-  CUTE_DEVICE bool fails(Trial const& trial) {
-    if (!tries_caps(C) || !keys.p.cap_on_trial) return trial(ScoreItself{});
-    if (masked || __any_sync(0xffffffffu, keys.warp_scores().large)) return true;
-    CapOnTrial value{keys.p};
-    bool const failed = trial(value);
-    if (failed) {
-      bool const large = __any_sync(0xffffffffu, !value.holds());
-      __syncwarp();  // all lanes have read what is written now
-      if (lane_id() == 0) keys.warp_scores().large = large;
-      __syncwarp();
+  CUTE_DEVICE bool fails(Trial const& trial) const {
+    if constexpr (M == Modifier::softcap) {
+      if (masked || __any_sync(0xffffffffu, keys.warp_scores().large)) return true;
+      CapOnTrial value(keys.p);
+      bool const failed = trial(value);
+      if (failed) {
+        bool const large = __any_sync(0xffffffffu, !value.holds());
+        __syncwarp();  // all lanes have read what is written now
+        if (lane_id() == 0) keys.warp_scores().large = large;
+        __syncwarp();
+      }
+      return failed;
+    } else if constexpr (M == Modifier::alibi) {
+      int const first = uniform(keys.first_key(phase) - keys.warp_scores().beside);
+      bool const before = keys.p.keys_before || first + C.tile_n - 1 <= 0;
+      bool const is_line = !masked && (before || first >= ForwardTypes<C>::kRows - 1);
+      float const upwards = keys.warp_scores().slope * kLog2e;
+      // Without a branch around it, which takes registers: what is no line is rare.
+      return !is_line |
+             trial(AlibiOnTrial<C>{{},
+                                   keys.p,
+                                   before ? upwards : -upwards,
+                                   float(first + KeyOrder<C>::first(lane_id()) - accumulator_row(0, lane_id()))});
+    } else {
+      return trial(ScoreItself{});
     }
-    return failed;
   }
   template <class Scores>
   CUTE_DEVICE void settle(Scores&& scores) const {
-    if (!tries_caps(C) || !keys.p.cap_on_trial) return;
-    ScoreBlock<C> const block = keys.block_at(phase);
-    block.cap(scores);
-    if (keys.is_masked(phase)) block.hide_by_range(scores);
+    if constexpr (kTried) {
+      ScoreBlock<C> const block = keys.block_at(phase);
+      if constexpr (M == Modifier::softcap) {
+        block.cap(scores);
+      } else {
+        block.add_alibi_of_head(scores);
+      }
+      if (keys.is_masked(phase)) block.hide_by_range(scores);
+    }
   }
-  CUTE_DEVICE float shift(int row) const { return kShifted ? shifts[row] : 0.f; }
+  /// What becomes of probabilities.
+  template <class Pairs>
+  CUTE_DEVICE void finish(Pairs&& pairs) const {
+    if (M == Modifier::dropout || (M == Modifier::any && keys.p.dropout_threshold != 0)) {
+      keys.block_at(phase).drop_out(pairs);
+    }
+  }
 };
 
 }  // namespace cutlass_fmha

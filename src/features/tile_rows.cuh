@@ -136,12 +136,9 @@ struct FeatureKeys : FeatureKeySource<C> {
     }
   }
   /// Of rows that modify scores, in place of before_softmax.
-  CUTE_DEVICE ScoreTerms<C, FeatureKeys> terms(int phase, bool masked) const { return {*this, phase, masked}; }
-  template <class Probabilities>
-  CUTE_DEVICE void after_softmax(int phase, Probabilities& probabilities) const {
-    if constexpr (C.modifies_scores()) {
-      if (p.dropout_threshold != 0) block_at(phase).drop_out(pairs_by_row<T>(probabilities));
-    }
+  template <Modifier M>
+  CUTE_DEVICE ScoreTerms<C, FeatureKeys, M> terms(int phase, bool masked, ModifiedBy<M>) const {
+    return {*this, phase, masked};
   }
   CUTE_DEVICE RowMaxima maxima() const { return Shared::maxima(smem, tile_row()); }
 
@@ -159,10 +156,10 @@ struct FeatureKeys : FeatureKeySource<C> {
   CUTE_DEVICE static uint32_t v_lane(uint32_t qv, std::nullptr_t) { return qv; }
 
   CUTE_DEVICE WarpScores& warp_scores() const { return Shared::scores(smem, warp); }
+  CUTE_DEVICE int first_key(int phase) const { return Shared::phases(smem, warp).last_begin - phase * C.tile_n; }
   CUTE_DEVICE ScoreBlock<C> block_at(int phase) const {
-    WarpPhases const& phases = Shared::phases(smem, warp);
-    int const row_begin = phases.row_begin;
-    int const key = phases.last_begin - phase * C.tile_n;
+    int const row_begin = Shared::phases(smem, warp).row_begin;
+    int const key = first_key(phase);
     if constexpr (C.modifies_scores()) {
       return {p, place().sequence, place().tile, {{row_begin}, Shared::slopes(smem, tile_row()), warp_scores()}, key};
     } else {
@@ -201,7 +198,19 @@ CUTE_DEVICE void tile_rows(FeatureParams const& p, char* smem, Sequence const& s
     if constexpr (C.features == Features::ranges) transform_q<C>(p, smem);
     auto const walk_as = [&]<class Asked>()
                              FMHA_INLINE { TileWalk<C, FeatureKeys<C>, Asked>{smem, keys}.run(output, softmax); };
-    if constexpr (!C.reads_masks()) {
+    if constexpr (C.modifies_scores() && !tells_modifiers_apart(C)) {
+      walk_as.template operator()<ModifiedBy<Modifier::any>>();
+    } else if constexpr (C.modifies_scores()) {
+      if (p.modifier == Modifier::any) {
+        walk_as.template operator()<ModifiedBy<Modifier::any>>();
+      } else if (p.modifier == Modifier::alibi) {
+        walk_as.template operator()<ModifiedBy<Modifier::alibi>>();
+      } else if (p.modifier == Modifier::softcap) {
+        walk_as.template operator()<ModifiedBy<Modifier::softcap>>();
+      } else {
+        walk_as.template operator()<ModifiedBy<Modifier::dropout>>();
+      }
+    } else if constexpr (!C.reads_masks()) {
       walk_as.template operator()<std::nullptr_t>();
     } else if (p.bias_type != BiasType::none) {
       walk_as.template operator()<MaskFragment<C, ReadsScores::bias>>();

@@ -141,8 +141,6 @@ struct CpAsyncKeys {
     apply_mask(params, by_row(scores), score_coordinates<C>(), Shared::position(smem).row_begin + tile_row(),
                (blocks - 1 - phase) * C.tile_n);
   }
-  template <class Probabilities>
-  CUTE_DEVICE void after_softmax(int, Probabilities&) const {}
   CUTE_DEVICE RowMaxima maxima() const { return Shared::maxima(smem, tile_row()); }
 
   /// This warp's first row within the tile.

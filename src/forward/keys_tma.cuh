@@ -170,8 +170,6 @@ struct TmaKeys {
     apply_mask(params, by_row(scores), score_coordinates<C>(), Shared::work(smem).row_begin + tile_row,
                (end - 1 - phase) * C.tile_n);
   }
-  template <class Probabilities>
-  CUTE_DEVICE void after_softmax(int, Probabilities&) const {}
   CUTE_DEVICE RowMaxima maxima() const { return Shared::maxima(smem, tile_row); }
 
  private:

@@ -13,16 +13,15 @@
 //   first_phase, end_phase()     before and from which on no key is visible to this warp; kEndsEarly: not only to the
 //                                warps of tiles that have no more blocks
 //   memory(), lanes()            where a lane reads: from where on, and, asked for before each turn, how many bytes
-//   from
-//                                the beginning of a tile, q(), k() and v()
+//                                from the beginning of a tile, q(), k() and v()
 //   take(), pass()               turns; second_group(): whether this warp comes second
 //   before_turn(p), end_scores(p)  bring what finds room by then: V after phase p - 2, K after the scores of phase p
 //   is_masked(p), masked_end()   whether some row doesn't see all keys of a block; from that phase on, all rows do,
 //                                where kMaskedFirst says that there is such a phase
 //   kAsksInTurn, kPassAt         whether is_masked() is asked during a turn; before which n16 of the last step of
 //                                Q K^T the turn is passed on: by the time the other warp's first mma issues, ours are
-//   before_softmax(p, masked, scores), after_softmax(p, probabilities)  masks, and whatever else becomes of them;
-//   terms(p, masked)             in place of the first where scores are modified: ScoreTerms
+//   before_softmax(p, masked, scores)  masks
+//   terms(p, masked, asked)      in its place where scores are modified: ScoreTerms
 //   maxima()                     of this warp's rows, for the softmax
 #pragma once
 
@@ -42,10 +41,10 @@ CUTE_DEVICE int tile_row_of(int warp) {
 /// Whether what is read for scores takes as many registers as P.
 template <class Asked>
 constexpr bool reads_pairs() {
-  if constexpr (cute::is_same_v<Asked, std::nullptr_t>) {
-    return false;
-  } else {
+  if constexpr (requires { Asked::kBias; }) {
     return Asked::kBias;
+  } else {
+    return false;
   }
 }
 
@@ -296,10 +295,11 @@ struct TileWalk {
   CUTE_DEVICE void update(int phase, bool masked, Asked& asked, Scores& scores, Probabilities& probabilities,
                           Output& output, typename T::Softmax& softmax) const {
     if constexpr (C.modifies_scores()) {
-      auto terms = keys.terms(phase, masked);
+      auto terms = keys.terms(phase, masked, asked);
       terms.prepare(by_row(scores));
       softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), keys.maxima(),
                                    terms);
+      terms.finish(pairs_by_row<T>(probabilities));
     } else {
       if constexpr (C.reads_masks()) {
         keys.before_softmax(phase, masked, asked, scores);
@@ -308,7 +308,6 @@ struct TileWalk {
       }
       softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), keys.maxima());
     }
-    keys.after_softmax(phase, probabilities);
   }
 };
 
