@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -12,17 +14,21 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 7
 
-#: Keys whose 16-bit numbers one counter gives.
-KEYS_PER_COUNTER = 8
-#: So many 16-bit numbers are there.
+#: Queries and keys of a square within which counters have their numbers.
+_SQUARE = 16
+#: So many 16-bit numbers are there,
 _NUMBERS = 1 << 16
+#: as fp16 so many from 0 on, and so many that are less than infinity.
+_POSITIVE = 0x7C01
+_ORDERED = _POSITIVE + 0x7C00
 #: Elements of a mask that are made at a time: their numbers take 16 times their bytes.
 _CHUNK = 1 << 22
 
 
 def threshold(dropout_p: float) -> int:
-    """A 16-bit random number below it drops its key: ``dropout_p`` to the next 1/65536, less than 1."""
-    return min(round(dropout_p * _NUMBERS), _NUMBERS - 1)
+    """How many of 65536 random numbers drop their key: as fp16, 0 and -0 are equal, so that one count has no limit."""
+    count = min(round(dropout_p * _NUMBERS), _NUMBERS - 1)
+    return count + (count == _POSITIVE)
 
 
 def scale(dropout_p: float) -> float:
@@ -67,8 +73,8 @@ def dropout_mask(
         dropout_seed: int, or int64 [1], which is not read by the host.
         batch, num_heads: the call's; num_heads that of q.
         seqlen_q, seqlen_k: how many queries and keys of each sequence, no matter how many it has.
-        dropout_p: in [0, 1). A 16-bit number decides, so that what counts is the nearest multiple of 1/65536,
-            65535/65536 at most: below 1/131072, nothing is dropped.
+        dropout_p: in [0, 1). A 16-bit number decides, so that what counts is the nearest multiple of 1/65536
+            (but 31746 of them for 31745), 65535/65536 at most: below 1/131072, nothing is dropped.
         device: where the mask is made; the seed's, or torch's default, when None.
 
     Returns:
@@ -118,7 +124,7 @@ def philox(
 
 def kept(
     seed: int | Tensor,
-    drop_below: int,
+    dropped: int,
     sequence: int,
     num_heads: int,
     queries: tuple[int, int],
@@ -126,16 +132,38 @@ def kept(
 ) -> Tensor:
     """[num_heads, queries, keys] bool, for ranges of the queries and keys of sequence number ``sequence``.
 
-    A counter is (query, eighth of the keys, sequence and head, 0). Its words hold the numbers of the eight
-    keys in order, two each, the first in the low half.
+    A counter is (queries, keys, sequence and head, 0), of queries i and i + 8 and keys j, j + 1, j + 8 and j + 9 of a
+    square of 16 by 16. Its words hold the numbers of two neighbouring keys each, the first in the low half.
     """
     device = seed.device if isinstance(seed, Tensor) else "cpu"
-    first, last = keys[0] // KEYS_PER_COUNTER, -(-keys[1] // KEYS_PER_COUNTER)
-    eighths = torch.arange(first, last, device=device)
+    (first_row, rows), (first_key, columns) = (_squares(*queries), _squares(*keys))
     heads = torch.arange(sequence * num_heads, (sequence + 1) * num_heads, device=device)[:, None, None]
-    rows = torch.arange(*queries, device=device)[:, None]
-    words = philox((seed & _WORD, seed >> 32 & _WORD), (rows, eighths, heads, torch.zeros_like(eighths)))
-    halves = [half for word in torch.broadcast_tensors(*words) for half in (word & 0xFFFF, word >> 16)]
-    in_order = torch.stack([half >= drop_below for half in halves], -1).flatten(-2)
-    begin = keys[0] - first * KEYS_PER_COUNTER
-    return in_order[:, :, begin : begin + keys[1] - keys[0]]
+    of_rows = torch.arange(first_row * 8, (first_row + rows) * 8, device=device)[:, None]
+    of_keys = torch.arange(first_key * 4, (first_key + columns) * 4, device=device)
+    words = philox((seed & _WORD, seed >> 32 & _WORD), (of_rows, of_keys, heads, torch.zeros_like(of_keys)))
+    numbers = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1)
+    # Head, square and query, square and pair of keys, half of queries, half of keys, which of the pair.
+    numbers = numbers.view(num_heads, rows, 8, columns, 4, 2, 2, 2).permute(0, 1, 5, 2, 3, 6, 4, 7)
+    numbers = numbers.reshape(num_heads, rows * _SQUARE, columns * _SQUARE)
+    row, key = queries[0] - first_row * _SQUARE, keys[0] - first_key * _SQUARE
+    own = numbers[:, row : row + queries[1] - queries[0], key : key + keys[1] - keys[0]]
+    return _keeps(((own ^ 0x8000) - 0x8000).to(torch.int16).view(torch.float16), dropped)
+
+
+def _squares(begin: int, end: int) -> tuple[int, int]:
+    """The first one, and how many."""
+    first = begin // _SQUARE
+    return first, -(-end // _SQUARE) - first
+
+
+def _keeps(numbers: Tensor, dropped: int) -> Tensor:
+    """All but the ``dropped`` greatest; where that would take what is no number, only the greatest of the others."""
+    if dropped > _ORDERED:
+        return numbers > _half(_POSITIVE - 1 - (_NUMBERS - dropped))
+    greatest = _POSITIVE - 1 - dropped if dropped < _POSITIVE else 0x8000 + dropped - _POSITIVE
+    return ~(numbers > _half(greatest))
+
+
+def _half(bits: int) -> float:
+    number: float = struct.unpack("<e", struct.pack("<H", bits))[0]
+    return number

@@ -29,8 +29,8 @@ void launch_features(Row const& row, AttentionParams const& p, int device, cudaS
 void launch_wide(Row const& row, AttentionParams const& p, int device, cudaStream_t stream);
 void launch_wide_scored(Row const& row, AttentionParams const& p, int device, cudaStream_t stream);
 
-/// FeatureParams::cap_scale.
-float cap_scale(FeatureParams const& p);
+/// FeatureParams::cap_scale and kept.
+void find_score_terms(FeatureParams& p);
 
 /// Merges the parts of split keys, where there are some.
 void launch_combine(FeatureParams const& p, DType dtype, int arch, int device, cudaStream_t stream);

@@ -166,8 +166,9 @@ def _rows(kv: Tensor, b: int, f: Any) -> Tensor:
 
 
 def dropped_of_65536(dropout_p: float | None) -> int:
-    """How many of the numbers of 16 bits drop: never all."""
-    return min(65535, round(65536 * (dropout_p or 0.0)))
+    """How many of the numbers of 16 bits drop: never all, and as fp16 no limit tells 0 and -0 apart."""
+    count = min(65535, round(65536 * (dropout_p or 0.0)))
+    return 31746 if count == 31745 else count
 
 
 def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
@@ -186,11 +187,18 @@ def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[An
 def kept(seed: int, threshold: int, batch: int, heads: int, n_q: int, n_k: int) -> np.ndarray:
     """[heads, n_q, n_k] bool: which probabilities of sequence ``batch`` dropout leaves."""
     h, i, j = np.arange(heads)[:, None, None], np.arange(n_q)[:, None], np.arange(n_k)
-    counter = (i, j // 8, batch * heads + h, 0)
-    words = np.broadcast_arrays(*philox((seed & 0xFFFFFFFF, seed >> 32), counter))
-    halves = np.stack([word >> np.uint64(16 * half) & np.uint64(0xFFFF) for word in words for half in (0, 1)])
-    which = np.broadcast_to(j % 8, halves.shape[1:])
-    return np.take_along_axis(halves, which[None], axis=0)[0] >= threshold
+    counter = (i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2, batch * heads + h, 0)
+    words = np.stack(np.broadcast_arrays(*philox((seed & 0xFFFFFFFF, seed >> 32), counter)))
+    which = np.broadcast_to(i // 8 % 2 * 2 + j // 8 % 2, words.shape[1:])
+    word = np.take_along_axis(words, which[None], axis=0)[0]
+    number = word >> (j % 2 * 16).astype(np.uint64) & np.uint64(0xFFFF)
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    values = np.where(np.isnan(every), -np.inf, every)
+    rank = np.empty(1 << 16, dtype=np.int64)
+    rank[np.argsort(-values)] = np.arange(1 << 16)
+    # The greatest drop. Where that would take what is no number, they alone are kept.
+    keeps = rank >= threshold if threshold <= np.sum(values > -np.inf) else rank < 65536 - threshold
+    return keeps[number]
 
 
 def attention(

@@ -188,7 +188,7 @@ void launch(Row const& row, BackwardParams const& params, int device, cudaStream
     end = reinterpret_cast<float*>(p.listed_tiles + listing);
   }
   p.sink_sums = end;
-  p.cap_scale = cap_scale(p);
+  find_score_terms(p);
   if (p.dropout_threshold == 0) p.dropout_scale = 1.f;
   int64_t const sequences = int64_t(p.batch) * p.num_heads;
   if (p.seqlen_q > 0) {

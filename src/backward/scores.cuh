@@ -51,7 +51,7 @@ struct ScoredChunk {
     float const unit = (capped ? p.softcap : p.scale) * kLog2e;
     float slope = 0.f;
     if (Kind == ScoreKind::alibi || (Kind == ScoreKind::any && p.alibi_slopes != nullptr)) {
-      slope = p.alibi_slopes[sequence.batch * p.alibi_stride[0] + head * p.alibi_stride[1]] * kLog2e;
+      slope = alibi_slope(p, sequence.batch, head) * kLog2e;
     }
     float const distance = float(query + sequence.offset - key);  // of the first row and column
     CUTE_UNROLL
@@ -118,48 +118,31 @@ struct ScoredChunk {
     }
   }
 
-  /// Takes what dropout drops from P, and marks it in the other operand. Numbers are made for eight neighbouring keys
-  /// of a query, which lie in eight lanes: each makes those of one of four rows and pairs, for one query of the pair,
-  /// and finds out which are kept. The others get that, four times eight in a word, and take theirs.
+  /// Takes what dropout drops from P, and marks it in the other operand. A counter's numbers are of two queries eight
+  /// apart and of keys that two lanes have: each makes those of one query of its pairs, and takes the other's.
   CUTE_DEVICE void drop_out(Probabilities& probabilities, Probabilities& factors) const {
     if (p.dropout_threshold == 0) return;
-    constexpr int kRowsAtOnce = kRows % 4 == 0 ? 4 : 2, kPairsAtOnce = 4 / kRowsAtOnce;
-    constexpr int kRowSteps = kRows / kRowsAtOnce, kCalls = kRowSteps * (kPairs / kPairsAtOnce);  // of a lane
-    static_assert(kRows % kRowsAtOnce == 0 && kPairs % kPairsAtOnce == 0);
+    static_assert(kPairs % 2 == 0);
     auto pairs = pairs_by_row<Types>(probabilities), others = pairs_by_row<Types>(factors);
     uint64_t const seed = *p.dropout_seed;
-    int const sequence_head = sequence.batch * p.num_heads + head, lane = lane_id() / 4, mine = lane / 2;
-    KeptHalves const kept_halves(p.dropout_threshold);
-    // Of key 2 n + half, bit 15 or 31, less n and four for each call before.
-    int const own = mine + (lane % 2 == 0 ? 16 : 0);
+    int const sequence_head = sequence.batch * p.num_heads + head, odd = lane_id() / 4 % 2;
+    // Of an even key the low halves, the first query's being the lane's own; of an odd one the high ones.
+    uint32_t const both = odd ? 0x3276u : 0x5410u;
+    uint32_t const own_query = dropout_query(query + odd), own_key = dropout_key(key);
     CUTE_UNROLL
-    for (int first = 0; first < kCalls; first += 4) {
-      uint32_t kept = 0;
+    for (int pair = 0; pair < kPairs; pair += 2) {
       CUTE_UNROLL
-      for (int call = first; call < first + 4 && call < kCalls; ++call) {
-        int const row = call % kRowSteps * kRowsAtOnce, pair = call / kRowSteps * kPairsAtOnce;
+      for (int row = 0; row < kRows; row += 2) {
         PhiloxWords const made =
-            dropout_numbers(seed, sequence_head, query + 8 * (pair + mine / kRowsAtOnce) + lane % 2,
-                            key / 8 + row + mine % kRowsAtOnce, WideProduct{});
+            dropout_numbers(seed, sequence_head, own_query + 4 * pair, own_key + 2 * row, WideProduct{});
         CUTE_UNROLL
-        for (int n = 0; n < 4; ++n) kept |= (kept_halves(made.word[n]) & 0x80008000u) >> (4 * (call - first) + n);
-      }
-      CUTE_UNROLL
-      for (int maker = 0; maker < 4; ++maker) {
-        uint32_t given[2];
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          given[i] = __shfl_sync(0xffffffffu, kept, (2 * maker + i) * 4 + lane_id() % 4) << own;
-        }
-        CUTE_UNROLL
-        for (int call = first; call < first + 4 && call < kCalls; ++call) {
-          int const row = call % kRowSteps * kRowsAtOnce, pair = call / kRowSteps * kPairsAtOnce;
-          int const shift = (call - first) % 2 * 4;
-          uint32_t const stays =
-              signs_of_bytes(given[0] << shift, given[1] << shift, call - first < 2 ? 0xffbbu : 0xeeaau);
-          int const r = row + maker % kRowsAtOnce, n = pair + maker / kRowsAtOnce;
-          pairs(r, n) &= stays;
-          others(r, n) |= ~stays & 0x80008000u;
+        for (int i = 0; i < 4; ++i) {
+          uint32_t const others_numbers = __shfl_xor_sync(0xffffffffu, made.word[i], 4);
+          uint32_t numbers;
+          asm("prmt.b32 %0, %1, %2, %3;" : "=r"(numbers) : "r"(made.word[i]), "r"(others_numbers), "r"(both));
+          uint32_t const stays = kept_pair(p.kept, numbers);
+          pairs(row + i % 2, pair + i / 2) &= stays;
+          others(row + i % 2, pair + i / 2) |= ~stays & 0x80008000u;
         }
       }
     }
@@ -218,8 +201,7 @@ struct ScoredChunk {
   }
 
   CUTE_DEVICE int64_t offset(ScoreStrides const& stride, int row, int pair) const {
-    return sequence.batch * stride.batch + head * stride.head + (query + 8 * pair) * stride.query +
-           (key + 8 * row) * stride.key;
+    return stride.offset(sequence.batch, head, query + 8 * pair, key + 8 * row);
   }
   CUTE_DEVICE bool exists(int row, int column) const {
     return key + 8 * row < sequence.keys && query + column < sequence.queries;
@@ -230,7 +212,7 @@ struct ScoredChunk {
   template <class Value, class Use>
   CUTE_DEVICE void read(Value const* tensor, ScoreStrides const& stride, int first, Use const& use) const {
     Value values[kRows][2 * kPairsRead];
-    Value const* const from = tensor + sequence.batch * stride.batch + head * stride.head;
+    Value const* const from = tensor + stride.offset(sequence.batch, head, 0);
     CUTE_UNROLL
     for (int column = 0; column < 2 * kPairsRead; ++column) {
       int const i = smaller(query + 8 * (first + column / 2) + column % 2, sequence.queries - 1);

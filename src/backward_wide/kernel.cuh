@@ -9,7 +9,7 @@
 #pragma once
 
 #include "../backward/listed_tile.cuh"
-#include "../features/dropout.h"
+#include "../features/lane_dropout.cuh"
 #include "../wide/steps.cuh"
 #include "tile.h"
 
@@ -111,9 +111,6 @@ struct WideBackward {
   }
   CUTE_DEVICE float& derivative(int i) const { return shared.derivatives[i][threadIdx.y * 32 + threadIdx.x]; }
 
-  CUTE_DEVICE static int64_t offset(ScoreStrides const& stride, Sequence const& s, int head, int query, int key) {
-    return s.batch * stride.batch + head * stride.head + query * stride.query + key * stride.key;
-  }
   CUTE_DEVICE bool exists(int query, int key) const {
     return query < tile.sequence.queries && key < tile.sequence.keys;
   }
@@ -135,12 +132,11 @@ struct WideBackward {
         score = exp2_approx(fmaf(score, unit, -shared.terms[0][at.query]));
       });
     } else {
-      float const slope =
-          p.alibi_slopes == nullptr ? 0.f : p.alibi_slopes[s.batch * p.alibi_stride[0] + head * p.alibi_stride[1]];
+      float const slope = p.alibi_slopes == nullptr ? 0.f : alibi_slope(p, s.batch, head);
       for_each(weights, [&](float& score, int, Place at) {
         float added = -slope * fabsf(float(query + at.query + s.offset - key - at.key));
         if (p.bias != nullptr && exists(query + at.query, key + at.key)) {
-          int64_t const from = offset(p.bias_stride, s, head, query + at.query, key + at.key);
+          int64_t const from = p.bias_stride.offset(s.batch, head, query + at.query, key + at.key);
           added += p.bias_type == BiasType::float32 ? static_cast<float const*>(p.bias)[from]
                                                     : static_cast<float>(static_cast<T const*>(p.bias)[from]);
         }
@@ -160,7 +156,7 @@ struct WideBackward {
       bool seen = visible_keys(p, s, query + at.query).sees(key + at.key) &&
                   (pieces >> (at.query / kListedQueries * (C.tile_n / kListedKeys) + at.key / kListedKeys) & 1) != 0;
       if (seen && p.mask != nullptr) {
-        seen = p.mask[offset(p.mask_stride, s, head, query + at.query, key + at.key)] != 0;
+        seen = p.mask[p.mask_stride.offset(s.batch, head, query + at.query, key + at.key)] != 0;
       }
       if (!seen) score = 0.f;
     });
@@ -175,12 +171,12 @@ struct WideBackward {
     CUTE_NO_UNROLL
     for (int i = 0; i < kLaneScores; ++i) {
       Place const at = place(i);
-      int const key = first_key(number) + at.key;
+      int const query = first_query(number) + at.query, key = first_key(number) + at.key;
       PhiloxWords const made =
-          dropout_numbers(*p.dropout_seed, sequence_head, first_query(number) + at.query, key / 8, WideProduct{});
-      uint32_t const low = key & 2 ? made.word[1] : made.word[0], high = key & 2 ? made.word[3] : made.word[2];
-      uint32_t const pair = key & 4 ? high : low, own = key & 1 ? pair >> 16 : pair & 0xffffu;
-      kept |= uint32_t(own >= p.dropout_threshold) << i;
+          dropout_numbers(*p.dropout_seed, sequence_head, dropout_query(query), dropout_key(key), WideProduct{});
+      int const word = dropout_word(query, key);
+      uint32_t const low = word & 1 ? made.word[1] : made.word[0], high = word & 1 ? made.word[3] : made.word[2];
+      kept |= (kept_pair(p.kept, word & 2 ? high : low) >> (key & 1) * 16 & 1) << i;
     }
     return kept;
   }
@@ -207,8 +203,8 @@ struct WideBackward {
   CUTE_DEVICE void add_to_bias(int number) {
     for_each(weights, [&](float& ds, int, Place at) {
       if (ds == 0.f || !exists(first_query(number) + at.query, first_key(number) + at.key)) return;
-      float* const to = p.dbias + offset(p.dbias_stride, tile.sequence, tile.head, first_query(number) + at.query,
-                                         first_key(number) + at.key);
+      float* const to = p.dbias + p.dbias_stride.offset(tile.sequence.batch, tile.head, first_query(number) + at.query,
+                                                        first_key(number) + at.key);
       asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(ds) : "memory");
     });
   }

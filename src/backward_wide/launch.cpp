@@ -13,7 +13,7 @@ void launch_backward_wide(Row const& row, BackwardParams const& params, int devi
   p.head_tiles = workspace_tiles(p, c.tile_m);
   p.row_terms = p.workspace;
   p.sink_sums = p.row_terms + p.num_heads * p.head_tiles * 2 * c.tile_m;
-  p.cap_scale = cap_scale(p);
+  find_score_terms(p);
   if (p.dropout_threshold == 0) p.dropout_scale = 1.f;
   p.row_dim = 0;  // the workspace has no sums of dQ
   p.turns = nullptr;

@@ -73,6 +73,7 @@ struct KeyWalk {
   int first = 0;                ///< number of the first tile
   int tiles = 0;
   int skipped = 0;  ///< tiles that other parts walk before this one's
+  int put_off = 0;  ///< of score-mod rows: tiles before the last one that are walked after all others: TilesBack
 
   FMHA_HOST_DEVICE int key_begin(FeatureParams const& p, int tile, int tile_keys) const {
     return key_begin_before(p, tiles - 1 - tile, tile_keys);

@@ -45,32 +45,36 @@ FMHA_HOST_DEVICE inline PhiloxWords philox(uint64_t seed, PhiloxWords counter, M
   return counter;
 }
 
-/// The random numbers of eight neighbouring keys, 8 * eighth and on: word n has those of keys 2n (its low half) and
-/// 2n + 1 (its high half) of them.
+// A counter gives the numbers of 2 x 4 probabilities: of queries i and i + 8 and of keys j, j + 1, j + 8 and j + 9,
+// where i % 16 < 8 and j % 16 is 0, 2, 4 or 6. That is what a lane has of 16 x 16 scores, queries being rows.
+
+/// Which counter. Those of queries i + 16 and of keys j + 16 are 8 and 4 further.
+FMHA_HOST_DEVICE inline uint32_t dropout_query(int query) { return uint32_t(query) / 16 * 8 + uint32_t(query) % 8; }
+FMHA_HOST_DEVICE inline uint32_t dropout_key(int key) { return uint32_t(key) / 16 * 4 + uint32_t(key) % 8 / 2; }
+/// Which of its words is of a query and of two neighbouring keys, the even one in the low half.
+FMHA_HOST_DEVICE inline int dropout_word(int query, int key) { return query / 8 % 2 * 2 + key / 8 % 2; }
+
 template <class Multiply = Product64>
-FMHA_HOST_DEVICE inline PhiloxWords dropout_numbers(uint64_t seed, int sequence_head, int query, int eighth,
+FMHA_HOST_DEVICE inline PhiloxWords dropout_numbers(uint64_t seed, int sequence_head, uint32_t query, uint32_t key,
                                                     Multiply multiply = {}) {
-  return philox(seed, {{uint32_t(query), uint32_t(eighth), uint32_t(sequence_head), 0u}}, multiply);
+  return philox(seed, {{query, key, uint32_t(sequence_head), 0u}}, multiply);
 }
 
-/// Two packed 16-bit probabilities, without those that their numbers drop.
-FMHA_HOST_DEVICE inline uint32_t drop(uint32_t pair, uint32_t numbers, uint32_t threshold) {
-  uint32_t const low = (numbers & 0xffffu) < threshold ? 0u : 0x0000ffffu;
-  uint32_t const high = (numbers >> 16) < threshold ? 0u : 0xffff0000u;
-  return pair & (low | high);
-}
+/// The numbers that drop are the greatest `threshold` of 65536, read as fp16: two are compared at once. Where that
+/// would take what is no number, the greatest of the others are those that are kept. 0 and -0 are equal, so that 31745
+/// of them can't drop.
+struct KeptNumbers {
+  uint32_t greatest;  ///< twice: up to this, numbers are kept,
+  uint32_t inverted;  ///< or, where all bits are set, above it alone
 
-/// Which numbers of such a word are kept: the highest bits of its halves say so, the others nothing.
-struct KeptHalves {
-  uint32_t subtracted, both;  ///< both: of numbers from 2^15 on it takes more to be kept
+  static constexpr uint32_t kInfinity = 0x7c00, kNegativeZero = 0x8000;
 
-  FMHA_HOST_DEVICE explicit KeptHalves(uint32_t threshold)
-      : subtracted((threshold & 0x7fffu) * 0x10001u), both(threshold & 0x8000u ? 0u : 0xffffffffu) {}
-
-  FMHA_HOST_DEVICE uint32_t operator()(uint32_t numbers) const {
-    // The difference of the lower 15 bits, which borrows from a bit of its own.
-    uint32_t const difference = (numbers | 0x80008000u) - subtracted;
-    return (numbers & difference) | ((numbers | difference) & both);
+  static FMHA_HOST_DEVICE KeptNumbers of(uint32_t threshold) {
+    uint32_t const positive = kInfinity + 1, ordered = kInfinity + positive;  // from 0 on; and to less than infinity
+    uint32_t const twice = 0x10001u;
+    if (threshold > ordered) return {(kInfinity - (0x10000u - threshold)) * twice, ~0u};
+    if (threshold > positive) return {(kNegativeZero + threshold - positive) * twice, 0};
+    return {(threshold < positive ? kInfinity - threshold : 0) * twice, 0};
   }
 };
 

@@ -90,7 +90,11 @@ CUTE_DEVICE void features(FeatureKernelParams<C> const& p) {
   int const i_begin = p.by_pack.quotient(tile.row_begin);
   if (i_begin >= sequence.rows_q) return;  // seqlen_q is that of the longest sequence
   int const i_end = p.by_pack.quotient(tile.row_begin + C.tile_m - 1) + 1;
-  KeyWalk const walk = walk_of(p, sequence, tile, i_begin, i_end, C.step_keys());
+  KeyWalk walk = walk_of(p, sequence, tile, i_begin, i_end, C.step_keys());
+  if constexpr (C.modifies_scores()) {
+    int const last = smaller(i_end, sequence.queries) - 1;
+    if (p.near_first) walk.put_off = tiles_put_off(walk.tiles, larger(0, last + sequence.offset), C.tile_n);
+  }
   int const warp = uniform(threadIdx.x / 32);
   if constexpr (!C.scored()) {
     tile_rows<C>(p, smem, sequence, tile, walk, warp);

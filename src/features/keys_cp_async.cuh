@@ -73,8 +73,13 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
     } else {
       bring_anyhow<Loader, First>(to, stride, head_dim, tile);
     }
-    in_order -= C.tile_n * stride.seqlen;
+    in_order -= step_after(tile) * C.tile_n * stride.seqlen;
     pipe.producer_commit_cp_async(tile);
+  }
+
+  /// In tiles; read anew.
+  CUTE_DEVICE int step_after(int tile) const {
+    return C.modifies_scores() ? TilesBack{blocks, Shared::scores(smem, warp).put_off}.step(tile) : 1;
   }
 
   /// Pages are looked up ahead but for the first tiles: `First`.

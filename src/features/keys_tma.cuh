@@ -19,17 +19,18 @@ struct TmaFeatureProducer {
   char* const smem;
   int const warp, blocks;
   int const row;  ///< of the tensor, where phase 0 has its first key
-  int const head, entry;
+  int const head, entry, put_off;
 
   CUTE_DEVICE TmaFeatureProducer(FeatureTmaParams const& p, char* smem, int warp, int blocks, int first_row, int head,
-                                 int entry)
+                                 int entry, int put_off)
       : p(p),
         smem(smem),
         warp(warp),
         blocks(blocks),
         row(uniform(first_row)),
         head(uniform(head)),
-        entry(uniform(entry)) {}
+        entry(uniform(entry)),
+        put_off(put_off) {}
 
   /// Starts the first loads of K and V where keys are in order: by the thread that made the barriers, which waits for
   /// nobody. `there`: keys of the first tile that exist; all other tiles' do.
@@ -86,6 +87,7 @@ struct TmaFeatureProducer {
   }
 
  private:
+  CUTE_DEVICE int tiles_back(int tile) const { return C.modifies_scores() ? TilesBack{blocks, put_off}(tile) : tile; }
   CUTE_DEVICE uint64_t* full_barrier(int barriers, int tile) const {
     return reinterpret_cast<uint64_t*>(smem + barriers + Pipe::full_offset(tile));
   }
@@ -94,7 +96,8 @@ struct TmaFeatureProducer {
   CUTE_DEVICE void request(Pipe const& pipe, TensorMap const& map, int ring, int tile_bytes, int barriers, int tile,
                            bool partial) const {
     Tile::load(map, partial ? Shared::partial_barrier(smem) : full_barrier(barriers, tile),
-               smem + ring + pipe.stage(tile) * tile_bytes, Tile::kPanelBytes, row - tile * C.tile_n, head, entry);
+               smem + ring + pipe.stage(tile) * tile_bytes, Tile::kPanelBytes, row - tiles_back(tile) * C.tile_n, head,
+               entry);
   }
   /// By a warp.
   template <class Tile, bool First>
@@ -140,7 +143,8 @@ template <ForwardConfig C>
 struct TmaFeatureKeys : FeatureWalk<C> {
   using Base = FeatureWalk<C>;
   using Shared = typename Base::Shared;
-  using Base::Base, Base::p, Base::smem, Base::warp, Base::blocks, Base::last_begin, Base::k_pipe, Base::v_pipe;
+  using Base::Base, Base::p, Base::smem, Base::warp, Base::blocks, Base::last_begin, Base::put_off, Base::k_pipe,
+      Base::v_pipe;
   static constexpr bool kAsksInTurn = true;
   static constexpr int kPassAt = ForwardTypes<C>::kKeySteps - (C.head_dim < 96 ? 1 : 2);
 
@@ -154,7 +158,8 @@ struct TmaFeatureKeys : FeatureWalk<C> {
             blocks,
             sequence.first_k + last_begin,
             p.by_group.quotient(tile.head),
-            sequence.entry_k};
+            sequence.entry_k,
+            put_off};
   }
   CUTE_DEVICE void set_producer(Producer const& by) { producer = &by; }
   /// By one thread, which asks for the first tiles at once where it can.

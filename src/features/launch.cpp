@@ -51,7 +51,7 @@ bool set_cap_terms(FeatureParams& p) {
 /// Of a score-mod row, which takes what it is called with.
 Modifier find_modifier(FeatureParams& p) {
   bool const drops = p.dropout_threshold != 0;
-  if (p.softcap == 0.f && !p.alibi_slopes && drops && p.raw_scores) return Modifier::dropout;
+  if (p.softcap == 0.f && !p.alibi_slopes && drops && p.raw_scores && p.pack == 1) return Modifier::dropout;
   if (p.softcap == 0.f && p.alibi_slopes && !drops && p.pack == 1) return Modifier::alibi;
   if (is_only_capped(p) && !drops && set_cap_terms(p)) return Modifier::softcap;
   return Modifier::any;
@@ -83,7 +83,7 @@ void find_out(FeatureParams& p, ForwardConfig const& c) {
   bool const by_softmax = !c.scored() || !p.sinks;  // scored rows start with a sink as a score
   p.raw_scores = by_softmax && raw_scores(p);
   p.score_unit = p.raw_scores ? p.scale : by_softmax && is_only_capped(p) ? p.softcap : 1.f;
-  p.cap_scale = cap_scale(p);
+  find_score_terms(p);
   p.modifier = tells_modifiers_apart(c) ? find_modifier(p) : Modifier::any;
   p.scale_log2 = p.scale * kLog2e;
   if (p.modifier == Modifier::softcap) p.score_unit = float(p.scale * kTanhOf1);
@@ -97,14 +97,17 @@ void find_out(FeatureParams& p, ForwardConfig const& c) {
     p.score_unit = p.scale;
   }
   p.keys_stand = keys_stand(p, c.step_keys());
+  bool const see_all = p.window_left < 0 && p.window_right < 0;
+  p.near_first = see_all && p.alibi_slopes && c.modifies_scores() && p.keys_stand == KeysStand::in_order;
   p.device_lengths = device_lengths(p);
   if (p.block_counts) set_blocks(p, c.step_keys());
 }
 
 }  // namespace
 
-float cap_scale(FeatureParams const& p) {
-  return p.softcap == 0.f ? 0.f : std::clamp(kTwiceLog2e * p.scale / p.softcap, -FLT_MAX, FLT_MAX);
+void find_score_terms(FeatureParams& p) {
+  p.cap_scale = p.softcap == 0.f ? 0.f : std::clamp(kTwiceLog2e * p.scale / p.softcap, -FLT_MAX, FLT_MAX);
+  p.kept = KeptNumbers::of(p.dropout_threshold);
 }
 
 void launch_combine(FeatureParams const& p, DType dtype, int arch, int device, cudaStream_t stream) {

@@ -20,8 +20,7 @@ struct alignas(16) MaskSource {
  private:
   CUTE_DEVICE static char const* at(void const* tensor, ScoreStrides const& stride, FeatureTile const& tile,
                                     int bytes) {
-    return static_cast<char const*>(tensor) +
-           (tile.batch * stride.batch + tile.head * stride.head + tile.row_begin * stride.query) * bytes;
+    return static_cast<char const*>(tensor) + stride.offset(tile.batch, tile.head, tile.row_begin) * bytes;
   }
 };
 

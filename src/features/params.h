@@ -14,7 +14,9 @@
 
 #include "../config.h"
 #include "../divisor.h"
+#include "../host_device.h"
 #include "../params.h"
+#include "dropout.h"
 
 namespace cutlass_fmha {
 
@@ -27,6 +29,10 @@ constexpr int kMaskRun = 4;
 /// [batch, head, query, key], in elements; 0 where the tensor is broadcast.
 struct ScoreStrides {
   int64_t batch, head, query, key;
+
+  FMHA_HOST_DEVICE int64_t offset(int b, int h, int i, int j = 0) const {
+    return b * batch + h * head + i * query + j * key;
+  }
 };
 
 enum class BiasType : int { none, same_as_q, float32 };
@@ -48,7 +54,7 @@ enum class Modifier : int {
   any,
   alibi,    ///< of one head in a tile
   softcap,  ///< where the softmax's trial takes tanh(x) by a polynomial, and nothing else becomes of scores
-  dropout,
+  dropout,  ///< of one head in a tile
 };
 /// Whether a row has these walks, and not the first one alone: with cp.async, and as many registers taken as at D128,
 /// several walks spill that each alone would not.
@@ -105,7 +111,7 @@ struct FeatureParams {
   float const* sinks;  ///< [head], natural units
 
   // Dropout of probabilities: see dropout.h.
-  uint32_t dropout_threshold;    ///< of 65536: a random number below it drops; 0: none
+  uint32_t dropout_threshold;    ///< of 65536 random numbers, how many drop; 0: none
   float dropout_scale;           ///< 65536 / (65536 - dropout_threshold)
   uint64_t const* dropout_seed;  ///< on the device
 
@@ -126,9 +132,11 @@ struct FeatureParams {
   bool bias_vectors;  ///< bias: neighbouring keys are neighbours, and each eight of them aligned to 16 bytes
   bool mask_vectors;  ///< mask: the same, to 8 bytes
   bool raw_scores;    ///< nothing but masks comes between q k and the softmax
+  KeptNumbers kept;   ///< by dropout_threshold
   float score_unit;   ///< of scores as the softmax gets them, in natural units: it applies that
   float cap_scale;    ///< 2 log2(e) scale / softcap, finite
   bool keys_before;   ///< no query sees a key that comes after it
+  bool near_first;    ///< of score-mod rows: all queries see all keys, and those near by have the least distances
   KeysStand keys_stand;
   uint32_t q_and, q_xor;       ///< of ranged rows, whose scale is positive then: SplitScale
   Divisor by_block_tiles;      ///< by block_tiles

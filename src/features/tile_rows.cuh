@@ -6,6 +6,7 @@
 #include "epilogue.cuh"
 #include "keys_cp_async.cuh"
 #include "keys_tma.cuh"
+#include "score_trials.cuh"
 
 namespace cutlass_fmha {
 
@@ -20,7 +21,7 @@ struct FeatureKeys : FeatureKeySource<C> {
   using Shared = FeatureTileLayout<C>;
   using Product = WarpProduct<C>;
   using Turn = Turns<C.warps, C.ping_pong>;
-  using Source::p, Source::smem, Source::warp, Source::blocks, Source::last_begin;
+  using Source::p, Source::smem, Source::warp, Source::blocks, Source::last_begin, Source::put_off;
   using Source::place;
   static constexpr bool kEndsEarly = true, kMaskedFirst = false;
   /// Of masked rows: whether there is room to hide keys where they are read. All by cp.async have none in a bias.
@@ -67,7 +68,7 @@ struct FeatureKeys : FeatureKeySource<C> {
     }
     if constexpr (C.modifies_scores()) {
       for (int row = threadIdx.x; row < C.tile_m && p.alibi_slopes != nullptr; row += C.threads()) {
-        *Shared::slopes(smem, row) = alibi_slope(p, tile, query_row(p, tile, tile.row_begin + row).head);
+        *Shared::slopes(smem, row) = alibi_slope(p, tile.batch, query_row(p, tile, tile.row_begin + row).head);
       }
     }
     int const begin = tile.row_begin + tile_row();
@@ -80,8 +81,8 @@ struct FeatureKeys : FeatureKeySource<C> {
     seen_until = uniform(phases.end_phase);
     if (lane_id() == 0) Shared::phases(smem, warp) = phases;
     if constexpr (C.modifies_scores()) {
-      float const slope = p.alibi_slopes != nullptr ? alibi_slope(p, tile, tile.head) : 0.f;
-      if (lane_id() == 0) Shared::scores(smem, warp) = {slope, begin + sequence.offset, 0};
+      float const slope = p.alibi_slopes != nullptr ? alibi_slope(p, tile.batch, tile.head) : 0.f;
+      if (lane_id() == 0) Shared::scores(smem, warp) = {slope, begin + sequence.offset, 0, put_off};
     }
   }
 
@@ -156,7 +157,10 @@ struct FeatureKeys : FeatureKeySource<C> {
   CUTE_DEVICE static uint32_t v_lane(uint32_t qv, std::nullptr_t) { return qv; }
 
   CUTE_DEVICE WarpScores& warp_scores() const { return Shared::scores(smem, warp); }
-  CUTE_DEVICE int first_key(int phase) const { return Shared::phases(smem, warp).last_begin - phase * C.tile_n; }
+  CUTE_DEVICE int first_key(int phase) const {
+    int const back = C.modifies_scores() ? TilesBack{blocks, warp_scores().put_off}(phase) : phase;
+    return Shared::phases(smem, warp).last_begin - back * C.tile_n;
+  }
   CUTE_DEVICE ScoreBlock<C> block_at(int phase) const {
     int const row_begin = Shared::phases(smem, warp).row_begin;
     int const key = first_key(phase);

@@ -53,6 +53,27 @@ constexpr bool keeps_lanes(ForwardConfig const& c) {
   return is_roomy(c) && !c.reads_masks() && !(c.modifies_scores() && c.arch == 120);
 }
 
+/// How many tiles before the last one a walk's tile is that is walked as number `phase`. Keys near the queries come
+/// first where ALiBi makes them count most: what comes after them raises no maximum. But the last tile, of which not
+/// all keys may exist, always comes first.
+struct TilesBack {
+  int tiles, put_off;
+
+  CUTE_DEVICE int operator()(int phase) const {
+    int const back = phase + put_off;
+    return phase == 0 ? 0 : back < tiles ? back : back - (tiles - 1);
+  }
+  /// How many further back the next one is.
+  CUTE_DEVICE int step(int phase) const {
+    return phase == 0 ? 1 + put_off : phase + put_off == tiles - 1 ? 2 - tiles : 1;
+  }
+};
+
+/// How many tiles are put off where all queries see all keys, the last of the block's being beside such a key.
+CUTE_DEVICE int tiles_put_off(int tiles, int beside, int tile_n) {
+  return larger(0, smaller(tiles - 2, tiles - 2 - beside / tile_n));
+}
+
 /// Shared memory of a block: Q (O on the way out), K and V rings, barriers, what the block works on, which pages the
 /// next tiles are in, what warps and lanes read anew in each phase.
 template <ForwardConfig C>
@@ -118,7 +139,7 @@ CUTE_DEVICE void ask_for_page(FeatureParams const& p, char* smem, bool values, i
   cute::SM80_CP_ASYNC_CACHEALWAYS<int>::copy(*entry, Shared::pages(smem, values, tile)[run]);
 }
 
-/// A walk's key tiles: tile number n is that of phase n.
+/// A walk's key tiles, each with the number of its phase.
 template <ForwardConfig C>
 struct FeatureWalk {
   using Shared = FeatureTileLayout<C>;
@@ -128,6 +149,7 @@ struct FeatureWalk {
   int const warp;        ///< the same for all lanes, and the compiler knows it
   int const blocks;      ///< key tiles that the thread block walks
   int const last_begin;  ///< the first key of phase 0
+  int const put_off;     ///< KeyWalk
   KvPipeline<C> const k_pipe, v_pipe;
 
   CUTE_DEVICE FeatureWalk(FeatureParams const& p, char* smem, int warp, KeyWalk const& walk)
@@ -136,6 +158,7 @@ struct FeatureWalk {
         warp(warp),
         blocks(uniform(walk.tiles)),
         last_begin(uniform((walk.first + walk.skipped + walk.tiles - 1) * C.tile_n)),
+        put_off(C.modifies_scores() ? uniform(walk.put_off) : 0),
         k_pipe{barriers(smem)},
         v_pipe{k_pipe.barriers + KvPipeline<C>::kBytes} {}
 

@@ -96,7 +96,7 @@ void check_wide_scored(Row const& row, AttentionParams const& p) {
 void launch_wide_scored(Row const& row, AttentionParams const& p, int device, cudaStream_t stream) {
   auto const& c = std::get<WideScoredConfig>(row.config);
   FeatureParams params = p;
-  params.cap_scale = cap_scale(params);
+  find_score_terms(params);
   if (params.block_counts) set_blocks(params, c.tile_n);
   dim3 const grid = grid_of(row, grid_size(params, c.tile_m));
   set_schedule(params, tile_order(params, c.tile_m, c.warps, c.element_bytes(), gpu_of(device)), c.tile_m);

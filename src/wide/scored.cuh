@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../core/merge.cuh"
+#include "../features/lane_dropout.cuh"
 #include "../features/place.cuh"
 #include "config.h"
 #include "steps.cuh"
@@ -121,7 +122,7 @@ struct WideScored {
     return static_cast<float>(static_cast<Value const*>(tensor)[offset]);
   }
   CUTE_DEVICE int64_t offset(ScoreStrides const& stride, QueryRow const& q, int key) const {
-    return tile.batch * stride.batch + q.head * stride.head + q.query * stride.query + key * stride.key;
+    return stride.offset(tile.batch, q.head, q.query, key);
   }
   /// q k -> score, -inf where the query doesn't see the key.
   CUTE_DEVICE void modify(int begin) {
@@ -131,7 +132,7 @@ struct WideScored {
       QueryRow const q = at(lane_row + 8 * below);
       bool const exists = q.query < sequence.queries;
       VisibleKeys const visible = visible_keys(p, sequence, q.query);
-      float const slope = p.alibi_slopes != nullptr ? alibi_slope(p, tile, q.head) : 0.f;
+      float const slope = p.alibi_slopes != nullptr ? alibi_slope(p, tile.batch, q.head) : 0.f;
       int const beside = q.query + sequence.offset;
       CUTE_UNROLL
       for (int i = 0; i < 2 * Products::kScores; ++i) {
@@ -178,7 +179,11 @@ struct WideScored {
           x[i] = exp2_approx((x[i] - reference) * kLog2e);
           sum[below] += x[i];
         }
-        if (p.dropout_threshold != 0) drop(x, at(row), begin + lane_key + 8 * n);
+        if (p.dropout_threshold != 0) {
+          uint32_t const both = kept(at(row), begin + lane_key + 8 * n);
+          if ((both & 1) == 0) x[0] = 0.f;
+          if (both >> 31 == 0) x[1] = 0.f;
+        }
         Products::store(&shared.weights[row][lane_key + 8 * n], x[0], x[1]);
       }
       if (factor == 1.f) continue;
@@ -193,15 +198,14 @@ struct WideScored {
     }
   }
 
-  /// Of two neighbouring keys, the first of which is even.
-  CUTE_DEVICE void drop(float (&x)[2], QueryRow const& q, int key) const {
-    PhiloxWords const numbers =
-        dropout_numbers(*p.dropout_seed, tile.batch * p.num_heads + q.head, q.query, key / 8, WideProduct{});
-    int const lane = threadIdx.x % 4;
-    uint32_t const word =
-        lane < 2 ? (lane == 0 ? numbers.word[0] : numbers.word[1]) : (lane == 2 ? numbers.word[2] : numbers.word[3]);
-    if ((word & 0xffffu) < p.dropout_threshold) x[0] = 0.f;
-    if (word >> 16 < p.dropout_threshold) x[1] = 0.f;
+  /// All bits of those of two neighbouring keys, the first of which is even, that are kept.
+  CUTE_DEVICE uint32_t kept(QueryRow const& q, int key) const {
+    PhiloxWords const made = dropout_numbers(*p.dropout_seed, tile.batch * p.num_heads + q.head, dropout_query(q.query),
+                                             dropout_key(key), WideProduct{});
+    int const word = dropout_word(q.query, key);
+    uint32_t const low = word % 2 == 0 ? made.word[0] : made.word[1],
+                   high = word % 2 == 0 ? made.word[2] : made.word[3];
+    return kept_pair(p.kept, word < 2 ? low : high);
   }
 
   // ---- the walk

@@ -206,6 +206,10 @@ void add_arithmetic(Opcodes& ops) {
   add_elementwise<[](uint32_t a, uint32_t b) {
     return pair(bfloat16_product(a >> 16, b >> 16), bfloat16_product(a, b));
   }>(ops, {"mul.rn.bf16x2"});
+  add_elementwise<[](uint32_t a, uint32_t b) {
+    auto const bits = [](uint16_t x, uint16_t y) { return (from_float16(x) > from_float16(y)) ? 0 : 0xffff; };
+    return pair(bits(a >> 16, b >> 16), bits(a, b));
+  }>(ops, {"set.leu.u32.f16x2"});
   add_elementwise<[](uint16_t x) { return canonical(from_float16(x)); }>(ops, {"cvt.f32.f16"});
   add_elementwise<[](uint16_t x) { return canonical(from_bfloat16(x)); }>(ops, {"cvt.f32.bf16"});
   add_elementwise<[](int32_t x) { return static_cast<float>(x); }>(ops, {"cvt.rn.f32.s32"});

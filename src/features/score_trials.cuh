@@ -1,0 +1,114 @@
+// What the softmax of a score-mod row asks of a phase's scores: which of them it takes as they are, on trial, and what
+// becomes of those that fail.
+#pragma once
+
+#include "scores.cuh"
+
+namespace cutlass_fmha {
+
+/// tanh(x) / x by a polynomial in x^2, negative, and from -1 to -2 up to x = 1, where it is right: outside, and for
+/// what is no number, another bit of its exponent or its sign differs. In units of p.score_unit.
+struct CapOnTrial : ScoreItself {
+  FeatureParams const& p;
+  uint32_t common = 0xffffffffu;  ///< of all values
+
+  CUTE_DEVICE explicit CapOnTrial(FeatureParams const& p) : p(p) {}
+  CUTE_DEVICE float exponent(float score, int, float scale_log2, float subtracted) {
+    float const square = score * score;
+    float value = p.cap_terms[kCapTerms - 1];
+    CUTE_UNROLL
+    for (int n = kCapTerms - 2; n >= 0; --n) value = fmaf(value, square, p.cap_terms[n]);
+    common &= __float_as_uint(value);
+    return fmaf(-value * score, scale_log2, -subtracted);
+  }
+  CUTE_DEVICE bool holds() const { return (common & 0xbf800000u) == 0xbf800000u; }
+};
+
+/// Scores with ALiBi's distances where they are a line: that of all rows but for what is the same for all keys of a
+/// row.
+template <ForwardConfig C>
+struct AlibiOnTrial : ScoreItself {
+  FeatureParams const& p;
+  float slope;  ///< of that line, in log2 units
+  float first;  ///< AlibiLine
+
+  CUTE_DEVICE AlibiOnTrial(FeatureParams const& p, AlibiLine<C> const& line)
+      : p(p), slope(line.slope * kLog2e), first(line.first) {}
+
+  CUTE_DEVICE float subtracted(int row, float reference) const {
+    return fmaf(-slope, first - float(accumulator_row(row, 0)), reference);
+  }
+  CUTE_DEVICE float exponent(float score, int col, float, float subtracted) const {
+    return fmaf(score, p.scale_log2, fmaf(slope, float(KeyOrder<C>::of_column(col)), -subtracted));
+  }
+};
+
+/// What is known of a phase's scores in a walk of score-mod rows.
+template <Modifier M>
+struct ModifiedBy {
+  static constexpr Modifier kModifier = M;
+};
+
+/// What a phase's scores lack for the softmax of a score-mod row: OnlineSoftmax's terms. WarpScores::large: some were
+/// too large for the polynomial, and so will others be. What is known of the block is asked for anew where a trial
+/// failed, since no register is left to keep it meanwhile.
+template <ForwardConfig C, class Keys, Modifier M>
+struct ScoreTerms {
+  static constexpr bool kTried = M == Modifier::alibi || M == Modifier::softcap;  ///< a trial takes scores as they are
+
+  Keys const& keys;
+  int phase;
+  bool masked;
+
+  /// All that a trial doesn't.
+  template <class Scores>
+  CUTE_DEVICE void prepare(Scores&& scores) const {
+    if constexpr (kTried) return;
+    ScoreBlock<C> const block = keys.block_at(phase);
+    if constexpr (M == Modifier::any) block.modify(scores);
+    if (masked) block.hide_by_range(scores);
+  }
+
+  template <class Trial>
+  CUTE_DEVICE bool fails(Trial const& trial) const {
+    if constexpr (M == Modifier::softcap) {
+      if (masked || __any_sync(0xffffffffu, keys.warp_scores().large)) return true;
+      CapOnTrial value(keys.p);
+      bool const failed = trial(value);
+      if (failed) {
+        bool const large = __any_sync(0xffffffffu, !value.holds());
+        __syncwarp();  // all lanes have read what is written now
+        if (lane_id() == 0) keys.warp_scores().large = large;
+        __syncwarp();
+      }
+      return failed;
+    } else if constexpr (M == Modifier::alibi) {
+      AlibiLine<C> const line(keys.p, keys.warp_scores(), keys.first_key(phase));
+      // Without a branch around it, which takes registers: what is no line is rare.
+      return (masked || !line.exists) | trial(AlibiOnTrial<C>(keys.p, line));
+    } else {
+      return trial(ScoreItself{});
+    }
+  }
+  template <class Scores>
+  CUTE_DEVICE void settle(Scores&& scores) const {
+    if constexpr (kTried) {
+      ScoreBlock<C> const block = keys.block_at(phase);
+      if constexpr (M == Modifier::softcap) {
+        block.cap(scores);
+      } else {
+        block.add_alibi_of_head(scores);
+      }
+      if (keys.is_masked(phase)) block.hide_by_range(scores);
+    }
+  }
+  /// What becomes of probabilities.
+  template <class Pairs>
+  CUTE_DEVICE void finish(Pairs&& pairs) const {
+    if (M == Modifier::dropout || (M == Modifier::any && keys.p.dropout_threshold != 0)) {
+      keys.block_at(phase).template drop_out<M == Modifier::dropout>(pairs);
+    }
+  }
+};
+
+}  // namespace cutlass_fmha
