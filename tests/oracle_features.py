@@ -191,14 +191,11 @@ def kept(seed: int, threshold: int, batch: int, heads: int, n_q: int, n_k: int) 
     words = np.stack(np.broadcast_arrays(*philox((seed & 0xFFFFFFFF, seed >> 32), counter)))
     which = np.broadcast_to(i // 8 % 2 * 2 + j // 8 % 2, words.shape[1:])
     word = np.take_along_axis(words, which[None], axis=0)[0]
-    number = word >> (j % 2 * 16).astype(np.uint64) & np.uint64(0xFFFF)
-    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    values = np.where(np.isnan(every), -np.inf, every)
-    rank = np.empty(1 << 16, dtype=np.int64)
-    rank[np.argsort(-values)] = np.arange(1 << 16)
-    # The greatest drop. Where that would take what is no number, they alone are kept.
+    # As fp16, the greatest drop. Where that would take what is no number, they alone are kept.
+    values = np.nan_to_num(np.arange(1 << 16, dtype=np.uint16).view(np.float16), nan=-np.inf, posinf=np.inf)
+    rank = np.argsort(np.argsort(-values))
     keeps = rank >= threshold if threshold <= np.sum(values > -np.inf) else rank < 65536 - threshold
-    return keeps[number]
+    return keeps[word >> (j % 2 * 16).astype(np.uint64) & np.uint64(0xFFFF)]
 
 
 def attention(

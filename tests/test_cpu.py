@@ -173,7 +173,7 @@ def test_philox_gives_the_known_answers(key: tuple, counter: tuple, words: tuple
 
 
 @pytest.mark.parametrize(
-    ("p", "below"), [(0.0, 0), (1e-6, 0), (0.3, 19661), (0.5, 32768), (0.9999, 65529), (1 - 1e-9, 65535)]
+    ("p", "below"), [(0.0, 0), (1e-6, 0), (0.3, 19661), (0.48439, 31746), (0.9999, 65529), (1 - 1e-9, 65535)]
 )
 @pytest.mark.parametrize("seed", [7, -1, torch.tensor([2**63 - 1])], ids=str)
 def test_the_mask_is_the_oracles(seed: int | Tensor, p: float, below: int, monkeypatch: pytest.MonkeyPatch):

@@ -62,6 +62,7 @@ void add_integer_conversions(Opcodes& ops) {
   (add_conversions_to<T, T...>(ops), ...);
 }
 
+uint16_t no_greater(uint16_t a, uint16_t b) { return from_float16(a) > from_float16(b) ? 0 : 0xffff; }
 uint16_t bfloat16_product(uint16_t a, uint16_t b) { return to_bfloat16(from_bfloat16(a) * from_bfloat16(b)); }
 uint32_t pair(uint16_t high, uint16_t low) { return uint32_t(high) << 16 | low; }
 
@@ -206,10 +207,8 @@ void add_arithmetic(Opcodes& ops) {
   add_elementwise<[](uint32_t a, uint32_t b) {
     return pair(bfloat16_product(a >> 16, b >> 16), bfloat16_product(a, b));
   }>(ops, {"mul.rn.bf16x2"});
-  add_elementwise<[](uint32_t a, uint32_t b) {
-    auto const bits = [](uint16_t x, uint16_t y) { return (from_float16(x) > from_float16(y)) ? 0 : 0xffff; };
-    return pair(bits(a >> 16, b >> 16), bits(a, b));
-  }>(ops, {"set.leu.u32.f16x2"});
+  add_elementwise<[](uint32_t a, uint32_t b) { return pair(no_greater(a >> 16, b >> 16), no_greater(a, b)); }>(
+      ops, {"set.leu.u32.f16x2"});
   add_elementwise<[](uint16_t x) { return canonical(from_float16(x)); }>(ops, {"cvt.f32.f16"});
   add_elementwise<[](uint16_t x) { return canonical(from_bfloat16(x)); }>(ops, {"cvt.f32.bf16"});
   add_elementwise<[](int32_t x) { return static_cast<float>(x); }>(ops, {"cvt.rn.f32.s32"});
