@@ -109,7 +109,7 @@ struct FewQueryFeatureKeys {
         tile(tile),
         walk(walk),
         key_part(key_part),
-        lane(threadIdx.x % 32),
+        lane(lane_id()),
         last_begin((walk.first + walk.skipped + walk.tiles - 1) * Shared::kStepKeys + key_part * C.tile_n),
         regular(p.vectors && (p.page_table == nullptr || sequence.first_k % kRun == 0)),
         listed(walk.blocks != nullptr),
