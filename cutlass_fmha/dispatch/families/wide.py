@@ -369,7 +369,7 @@ def _bias(row: Row, features: Features, sizes: Sizes, dtype: torch.dtype, scratc
     if bias is not None and bias.dtype != dtype:
         raise UnsupportedError(f"{row.name} {other_bias(check.dtype_name(dtype), check.dtype_name(bias.dtype))}")
     if mask is not None and bias is not None:
-        hidden = scratch.empty((1,), dtype).fill_(-torch.inf)
+        hidden = scratch.empty((), dtype).fill_(-torch.inf)
         shape = torch.broadcast_shapes(bias.shape, mask.shape)
         # Chosen, not added: a hidden key's bias may be NaN or inf.
         bias = torch.where(mask, bias, hidden, out=scratch.empty(shape, dtype))
