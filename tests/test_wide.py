@@ -182,7 +182,7 @@ def test_what_is_planned_is_what_a_call_is_told(kernels: FakeKernels, seqlen_q: 
     assert wide.prepare(row_of(), biased, PRESETS["l4"]).launch is not None
 
 
-def test_rows_of_fmas_take_any_alignment_but_that_of_a_bias(kernels: FakeKernels):
+def test_rows_of_fmas_take_any_alignment_but_that_of_a_bias(kernels: FakeKernels, recwarn: pytest.WarningsRecorder):
     q, k = made(torch.float32, 3, 4, 33), made(torch.float32, 8, 2, 50)[..., 1:34]
     bias = torch.randn(1, 4, 1, 8)
     launch(row_of(), q, k, k, bias=bias)
@@ -194,6 +194,7 @@ def test_rows_of_fmas_take_any_alignment_but_that_of_a_bias(kernels: FakeKernels
     said = {"mask": torch.arange(8) < 5, "bias": torch.tensor([0.0] * 5 + [torch.inf, torch.nan, 1.0])}
     out, lse = launch(row_of(), q, k, k, **said)  # whatever is added to a hidden key
     oracle_features.compare(out, lse, q, k[:, :5], k[:, :5], 0.5).check()
+    assert launch(row_of(), q, k, k, mask=torch.tensor(True), bias=torch.tensor(1.0)) and not recwarn.list
 
 
 def test_what_is_not_aligned_is_copied_and_told(kernels: FakeKernels, caplog: pytest.LogCaptureFixture):
