@@ -99,7 +99,8 @@ def dropout_mask(
         seed = seed_tensor(int(integer("dropout_seed", dropout_seed, " or a torch.Tensor")), device)
     device = seed.device
     mask = torch.empty(batch, num_heads, seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    step = max(1, _CHUNK // max(1, num_heads * seqlen_k))
+    # Whole squares: the numbers of others in one are made with them.
+    step = _SQUARE * max(1, _CHUNK // max(1, _SQUARE * num_heads * seqlen_k))
     for b in range(batch):
         for first in range(0, seqlen_q, step):
             queries = first, min(first + step, seqlen_q)
@@ -136,18 +137,18 @@ def kept(
     square of 16 by 16. Its words hold the numbers of two neighbouring keys each, the first in the low half.
     """
     device = seed.device if isinstance(seed, Tensor) else "cpu"
-    (first_row, rows), (first_key, columns) = (_squares(*queries), _squares(*keys))
+    (first_row, rows), (first_key, columns) = _squares(*queries), _squares(*keys)
     heads = torch.arange(sequence * num_heads, (sequence + 1) * num_heads, device=device)[:, None, None]
     of_rows = torch.arange(first_row * 8, (first_row + rows) * 8, device=device)[:, None]
     of_keys = torch.arange(first_key * 4, (first_key + columns) * 4, device=device)
     words = philox((seed & _WORD, seed >> 32 & _WORD), (of_rows, of_keys, heads, torch.zeros_like(of_keys)))
-    numbers = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1)
+    numbers = torch.stack([_as_half(half) for word in words for half in (word & 0xFFFF, word >> 16)], -1)
     # Head, square and query, square and pair of keys, half of queries, half of keys, which of the pair.
     numbers = numbers.view(num_heads, rows, 8, columns, 4, 2, 2, 2).permute(0, 1, 5, 2, 3, 6, 4, 7)
     numbers = numbers.reshape(num_heads, rows * _SQUARE, columns * _SQUARE)
     row, key = queries[0] - first_row * _SQUARE, keys[0] - first_key * _SQUARE
     own = numbers[:, row : row + queries[1] - queries[0], key : key + keys[1] - keys[0]]
-    return _keeps(((own ^ 0x8000) - 0x8000).to(torch.int16).view(torch.float16), dropped)
+    return _keeps(own, dropped)
 
 
 def _squares(begin: int, end: int) -> tuple[int, int]:
@@ -162,6 +163,11 @@ def _keeps(numbers: Tensor, dropped: int) -> Tensor:
         return numbers > _half(_POSITIVE - 1 - (_NUMBERS - dropped))
     greatest = _POSITIVE - 1 - dropped if dropped < _POSITIVE else 0x8000 + dropped - _POSITIVE
     return ~(numbers > _half(greatest))
+
+
+def _as_half(bits: Tensor) -> Tensor:
+    """Of 16 bits in an int64."""
+    return ((bits ^ 0x8000) - 0x8000).to(torch.int16).view(torch.float16)
 
 
 def _half(bits: int) -> float:
