@@ -4,6 +4,7 @@
 set(FMHA_HELPER_KERNELS
   "combine CombineParams f16 bf16 f32"
   "merge_tail TailParams f16 bf16"
+  "pack_mask PackMaskParams f16 bf16"
   "merge MergeParams f16 bf16 f32"
   "append AppendParams f16 bf16 f32"
   "rotary RotaryParams f16 bf16 f32"
@@ -42,7 +43,7 @@ set(FMHA_ELEMENT_f32 "float float32")
 # architecture: one binary holds all of them.
 function(fmha_write_helper_unit arch)
   set(UNIT_HEADERS
-    "#include \"beside/rope.cuh\"\n#include \"beside/rope_backward.cuh\"\n#include \"helpers/rotary.cuh\"\n#include \"helpers/combine.cuh\"\n#include \"helpers/merge_tail.cuh\"\n#include \"backward/rows.cuh\"\n#include \"beside/rms_norm.cuh\"\n#include \"beside/rms_norm_backward.cuh\"\n#include \"beside/gated.cuh\"")
+    "#include \"beside/rope.cuh\"\n#include \"beside/rope_backward.cuh\"\n#include \"helpers/rotary.cuh\"\n#include \"helpers/combine.cuh\"\n#include \"helpers/merge_tail.cuh\"\n#include \"features/pack_mask.cuh\"\n#include \"backward/rows.cuh\"\n#include \"beside/rms_norm.cuh\"\n#include \"beside/rms_norm_backward.cuh\"\n#include \"beside/gated.cuh\"")
   set(UNIT_KERNELS "")
   foreach(line IN LISTS FMHA_HELPER_KERNELS)
     separate_arguments(types UNIX_COMMAND "${line}")

@@ -21,8 +21,8 @@ class Row:
         the same where scores are capped, get ALiBi's distances, or are dropped; ``"masked"``, where a mask
         hides keys or a 16-bit bias is added; ``"scored"`` and ``"few_query_scored"``, for every mask, score and shape;
         ``"wide"``, for float32 and head dims above 256, and ``"wide_scored"``, for every mask, score and shape of
-        those. Beside it: ``"combine"`` (of split keys), ``"merge_tail"`` (of a plain row's tail), ``"merge"`` (of
-        states), ``"append"`` (to caches), ``"rotary"``; ``"backward"``, with
+        those. Beside it: ``"combine"`` (of split keys), ``"merge_tail"`` (of a plain row's tail), ``"pack_mask"``
+        (for masked rows), ``"merge"`` (of states), ``"append"`` (to caches), ``"rotary"``; ``"backward"``, with
         ``"backward_before"``, ``"backward_after"`` and ``"backward_lists"``, for gradients, ``"query_product"``, dQ of
         dS in memory, and ``"backward_wide"``; ``"rms_norm"`` and ``"gated"`` (units), whose gradients are
         ``"rms_norm_backward"``, ``"rms_norm_weights"``, ``"gated_backward"``.
@@ -91,6 +91,17 @@ class Row:
     @property
     def ping_pong(self) -> bool: ...
     @property
+    def reads_mask_bytes(self) -> bool:
+        """Of masked rows: whether a mask is read as it is, by four keys at once, where it is not packed."""
+
+    @property
+    def reads_mask_bits(self) -> bool:
+        """Of masked rows: whether any mask can be packed for them (``mask_bits``)."""
+
+    def mask_words(self, params: AttentionParams) -> int:
+        """Words of room that ``mask_bits`` of a masked row needs; 0 of one that reads no such."""
+
+    @property
     def copy(self) -> str:
         """``"cp_async_16"``, ``"element"``, ``"tma"`` or ``"ldg_16"``."""
 
@@ -148,7 +159,8 @@ class AttentionParams:
     def of_call(self, q: int, k: int, v: int, o: int, lse: int, scale: float, room: int = 0) -> AttentionParams:
         """A copy with these addresses and this scale: for one call of a plan, which threads may share.
 
-        ``room``: floats for the parts of split keys, splits * lse_rows * (head_dim_v + 2), or for a ``tail``.
+        ``room``: floats for the parts of split keys, splits * lse_rows * (head_dim_v + 2), or for a ``tail``;
+        with ``packs_mask``, for ``mask_bits``.
         """
 
     q: int
@@ -184,10 +196,12 @@ class AttentionParams:
     page_table_stride: int
     page_size: int
     bottom_right: bool
+    packs_mask: bool
     window_left: int
     window_right: int
     prefix_lengths: int
     mask: int
+    mask_bits: int
     mask_stride: tuple[int, int, int, int]
     block_counts: int
     block_indices: int

@@ -92,6 +92,7 @@ void each_address(Visit const& visit) {
   visit("page_table", &P::page_table);
   visit("prefix_lengths", &P::prefix_lengths);
   visit("mask", &P::mask);
+  visit("mask_bits", &P::mask_bits);
   visit("block_counts", &P::block_counts);
   visit("block_indices", &P::block_indices);
   visit("bias", &P::bias);
@@ -144,6 +145,7 @@ void bind_numbers(Class& c) {
   }
   number(c, "dropout_threshold", &P::dropout_threshold, 0, 65535);
   c.def_readwrite("bottom_right", &P::bottom_right);
+  c.def_readwrite("packs_mask", &P::packs_mask);
   real(c, "scale", &P::scale, -kMaxScale, kMaxScale);
   real(c, "softcap", &P::softcap, 0, kMaxScale);
   real(c, "dropout_scale", &P::dropout_scale, 0, kMaxScale);
@@ -252,7 +254,9 @@ AttentionParams of_call(AttentionParams const& plan, uintptr_t q, uintptr_t k, u
   p.scale = finite("scale", scale, -kMaxScale, kMaxScale);
   auto* const parts = reinterpret_cast<float*>(room);
   if (!parts) return p;
-  if (p.splits == 1) {
+  if (p.packs_mask) {
+    p.mask_bits = reinterpret_cast<uint32_t*>(room);
+  } else if (p.splits == 1) {
     p.tail = parts;
   } else {
     int64_t const rows = p.splits * p.lse_rows;

@@ -13,11 +13,13 @@ struct TailRequest {
 
 /// What the launch finds out is not set yet.
 struct AttentionParams : FeatureParams, TailRequest {
+  bool packs_mask = false;  ///< what a call has room for are mask_bits
+
   bool empty() const { return batch == 0 || seqlen_q == 0 || num_heads == 0; }
 };
 
 /// A copy for one call, which threads that share a plan can't meet in. `room`: for the parts of split keys, or of a
-/// tail: see TailRequest; 0 without them.
+/// tail: see TailRequest, or for mask_bits; 0 without them.
 AttentionParams of_call(AttentionParams const& plan, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t o, uintptr_t lse,
                         double scale, uintptr_t room);
 

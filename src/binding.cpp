@@ -205,6 +205,16 @@ void bind_rows(py::module_& m) {
   attribute(c, "ping_pong", [](ForwardConfig const& config) { return config.ping_pong; });
   attribute(c, "copy", [](ForwardConfig const& config) { return name_of(config.copy); });
 
+  attribute(c, "reads_mask_bytes", [](ForwardConfig const& config) { return reads_mask(config).bytes; });
+  attribute(c, "reads_mask_bits", [](ForwardConfig const& config) { return reads_mask(config).bits; });
+  c.def(
+      "mask_words",
+      [](RowView const& row, AttentionParams const& p) -> int64_t {
+        auto const* const config = std::get_if<ForwardConfig>(&row.config);
+        return config && config->reads_masks() && reads_mask(*config).bits ? mask_bits(p, *config).words() : 0;
+      },
+      py::arg("params"));
+
   attribute(c, "chunk", [](BackwardConfig const& config) { return config.chunk; });
   attribute(c, "groups", [](BackwardConfig const& config) { return config.groups; });
   attribute(c, "writes_scores", [](BackwardConfig const& config) { return config.writes_scores; });

@@ -74,6 +74,7 @@ enum class Family : int {
   wide_scored,       ///< the same for every mask, score and shape that FeatureParams says
   combine,           ///< of what splits of the keys gave
   merge_tail,        ///< of what the parts of a plain row's tail gave
+  pack_mask,         ///< for masked rows
   merge,             ///< of two states
   append,            ///< to caches
   rotary,
@@ -104,6 +105,7 @@ constexpr char const* name_of(Family family) {
                                     "wide_scored",
                                     "combine",
                                     "merge_tail",
+                                    "pack_mask",
                                     "merge",
                                     "append",
                                     "rotary",

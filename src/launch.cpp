@@ -154,6 +154,7 @@ void refuse_features(Row const& row, FeatureParams const& p) {
                {"window_left", p.window_left >= 0},
                {"prefix_lengths", p.prefix_lengths != nullptr},
                {"mask", p.mask != nullptr},
+               {"mask_bits", p.mask_bits != nullptr},
                {"block_counts", p.block_counts != nullptr},
                {"softcap", p.softcap != 0.f},
                {"alibi_slopes", p.alibi_slopes != nullptr},

@@ -37,6 +37,8 @@ class Row:
     masked: bool = False
     value_dim: int = 0
     element_bytes: int = 2
+    reads_mask_bytes: bool = True
+    reads_mask_bits: bool = True
 
     @property
     def scored(self) -> bool:

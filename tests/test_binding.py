@@ -121,8 +121,10 @@ READ_ONLY = {"vectors", "device_lengths"}  # are derived
 #: Fields that nobody writes.
 DERIVED = {"schedule", "by_page_size", "by_pack", "by_group", "by_splits", "by_block_tiles", "bias_vectors"}
 DERIVED |= {"mask_vectors", "raw_scores", "block_tiles", "key_blocks", "keys_stand", "q_and", "q_xor"}
+DERIVED |= {"bits_stride"}
 DERIVED |= {"score_unit", "cap_scale", "cap_terms", "keys_before", "modifier", "scale_log2", "kept", "near_first"}
 TAIL = {"tail", "tail_tiles", "tail_parts", "tail_first", "tail_rest"}  # of the plain rows' struct
+TAIL |= {"packs_mask"}  # what a call's room is for
 ONE_OF = ("cu_seqlens_k", "batch_index_k")
 ONE_TAIL = {"tail": SOMEWHERE, "tail_tiles": 1, "tail_parts": 2}
 
@@ -150,6 +152,7 @@ TMA_RANGED = [row for row in RANGED if row.copy == "tma"]
 WIDE16, WIDE32 = (
     [row for row in of("wide") if (row.dtype, row.head_dim) == (dtype, 1 << 16)] for dtype in ("float16", "float32")
 )
+BITS, IN_RUNS = {"mask": SOMEWHERE, "mask_bits": SOMEWHERE}, (0, 0, 0, 1)
 BIAS = {"bias": SOMEWHERE, "bias_type": "same_as_q", "partial_o": SOMEWHERE}
 #: One that takes what is right here; a build without CUDA has none, and asks for none.
 ANY_ROW = max(SCORED, key=lambda row: (row.head_dim_v, row.tile_m)).index if SCORED else 0
@@ -297,6 +300,10 @@ class TestRows:
             (SCORED, ONE_TAIL, "has no tail"),
             (RANGED, {"q": SOMEWHERE + 2}, "{0.name} needs addresses, strides and head dims that are multi"),
             (of("masked"), {"mask": SOMEWHERE, "mask_stride": (0, 0, 0, 2)}, "{0.name} reads masks and biases by four"),
+            ([row for row in ROWS if not getattr(row, "reads_mask_bits", False)], BITS, "{0.name} does not know mask"),
+            (of("masked"), {**BIAS, "bias_stride": IN_RUNS, "mask_bits": 4096}, "{0.name} does not know mask_bits"),
+            ([row for row in of("masked") if not row.reads_mask_bytes], {"mask": 4096, "mask_stride": IN_RUNS},
+             "{0.name} reads a mask's bits, which need mask_bits"),
             (of("masked"), {"entries_k": 9, "rows_k": 999}, "{0.name} asks for a mask or a bias"),
             (TMA_RANGED, {}, "{0.name} copies by TMA, which asks for entries_k and rows"),
             (TMA_RANGED, {**PAGES, "leftpad_k": 4096}, "{0.name} does not know leftpad_k with a page_table"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import gpu
 import pytest
 import resources
 import torch
@@ -14,7 +15,7 @@ from fake_build import GPUS, L4, Row, make_build
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from cutlass_fmha import cli, cost
+from cutlass_fmha import _C, cli, cost
 from cutlass_fmha.arguments import refusal
 from cutlass_fmha.cost import store
 from cutlass_fmha.dispatch import blocks, choose, device, eligibility
@@ -22,10 +23,11 @@ from cutlass_fmha.dispatch import problem as of_problems
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.describe import describe
 from cutlass_fmha.dispatch.device import PRESETS, Device
-from cutlass_fmha.dispatch.families import scored
+from cutlass_fmha.dispatch.families import masked, scored
 from cutlass_fmha.dispatch.problem import CAUSAL, EVEN, FEATURES, MAX_KEY_SPAN, Problem
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
+from cutlass_fmha.launch.params import prepare_attention
 
 RANGED = Row(9999, 89, "bfloat16", 128, 256, 64, 8, "cp_async_16", 98 * 1024, 1, 1, 1, False, True, False, True, True)
 SCORE_MOD = replace(RANGED, index=9998, tile_n=48, ranged=False, score_mod=True)
@@ -89,11 +91,41 @@ def test_what_rows_between_plain_and_scored_ones_take(row: Row):
     assert why(taken[0], head_dim=136) == "made for head dims up to 128, and the tensors have 136"
     if row is MASKED:
         assert why("mask", "bias").startswith("takes a mask or a bias, not both")
-        assert why("mask", score_runs=False).startswith("reads a mask, or a bias of q's dtype, by 4 keys")
+        assert why("bias", score_runs=False).startswith("reads a bias of q's dtype by 4 keys: seqlen_k, the address")
+        assert why("mask", score_runs=False) == ""
+        as_bytes = replace(row, reads_mask_bits=False), replace(PACKED, features=("mask",), score_runs=False)
+        assert eligibility.reasons(*as_bytes, L4, BUILD)[0].startswith("reads a mask by 4 keys")
     if row is RANGED:
         by_tma, h200 = replace(row, arch=90, copy="tma"), PRESETS["h200"]
         (reason,) = eligibility.reasons(by_tma, replace(PACKED, features=("pages", "leftpad")), h200, BUILD)
         assert reason == "copies whole runs of a page's rows, which left padding doesn't leave"
+
+
+def test_a_mask_is_packed_where_there_is_no_other_way_or_its_bits_are_read_often():
+    large = replace(PACKED, features=("mask",), batch=4, seqlen_q=4096, seqlen_k=4096)
+    bits = large.seqlen_q * large.seqlen_k // 32  # words of one head's
+    small, windowed = replace(large, batch=1, num_heads=1, seqlen_q=1024), replace(large, features=("mask", "window"))
+    assert blocks.worth_packing_mask(large, MASKED, bits) and not blocks.worth_packing_mask(large, MASKED, 64 * bits)
+    assert not any(blocks.worth_packing_mask(problem, MASKED, bits // 4) for problem in (small, windowed))
+    for row, problem in ((replace(MASKED, reads_mask_bytes=False), small), (MASKED, replace(small, score_runs=False))):
+        assert blocks.must_pack_mask(problem, row) and blocks.worth_packing_mask(problem, row, bits)
+        costs = store.default(L4)
+        read, packed = masked.offers(MASKED, small, L4, costs), masked.offers(row, problem, L4, costs)
+        more = packed.us(small) - read.us(small)
+        assert 2 < more < 60 and more == pytest.approx(packed.at_least(small) - read.at_least(small))
+
+
+def test_the_room_of_a_packed_mask():
+    """32 words for 16 queries and 64 keys; one of them where no key is there, and none where nothing is read."""
+    rows = [row for row in _C.rows() if row.family == "masked" and row.reads_mask_bits]
+    assert rows or not _C.build_info()["cuda"]
+    dense, of_batch, padding = (40, 129, 40, 1, 9), (40, 129, 2, 1, 40, 129, 18), (40, 129, 2, 1, 1, 129, 6)
+    cases = (dense, of_batch, padding, (0, 7, 0, 7, 0), (40, 0, 40, 1, 1 / 32))
+    for row, (seqlen_q, seqlen_k, *shape, words) in itertools.product(rows, cases):
+        q, k = (torch.empty(2, n, 4, row.head_dim, dtype=gpu.torch_dtype(row)) for n in (seqlen_q, seqlen_k))
+        call = describe((q, k, k), "none", Features(mask=torch.ones(shape, dtype=torch.bool)))
+        params, room = prepare_attention(row, call, L4)
+        assert (params.packs_mask, room) == (words > 0, words * 32), (row.name, shape)
 
 
 def test_masks_and_biases_that_masked_rows_can_read():
@@ -218,7 +250,7 @@ def test_documents_are_for_ranged_rows_and_odd_head_dims_for_scored_ones_of_the_
     assert (family("varlen"), family(), family("varlen", "softcap")) == ("ranged", "plain", "score_mod")
     for feature in ("mask", "bias"):
         assert family("varlen", feature) == "masked"
-        assert family("varlen", feature, score_runs=False) == "scored"
+        assert family("varlen", feature, score_runs=False) == ("masked" if feature == "mask" else "scored")
         assert family("varlen", feature, batch=1, seqlen_q=1, seqlen_k=16384) == "few_query_scored"
     few = replace(PACKED, batch=1, seqlen_q=300, num_heads=1, num_heads_kv=1, seqlen_k=32768)
     assert blocks.split_keys(RANGED, few, L4) == 1  # their keys are not split

@@ -83,6 +83,7 @@ CASES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any], str]] = {
     "gradients of float32": (TWO, torch.float32, {"causal": True}, "q k v"),
     "large head dim": ((1, 300, 300, 4, 2, 320, 320), BF16, {}, ""),
     "gradients of a large head dim": ((1, 300, 300, 4, 2, 64, 320), BF16, {"return_lse": True}, "q k v"),
+    "packed mask": ((1, 2000, 2001, 8, 8, 128, 128), BF16, {"mask": torch.ones(2000, 2001, dtype=torch.bool)}, ""),
     "copies": ((1, 300, 301, 4, 2, 300, 300), BF16, {"mask": torch.ones(300, 301, dtype=torch.bool)}, ""),
 }  # fmt: skip
 

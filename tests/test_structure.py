@@ -34,10 +34,7 @@ DEFINITIONS: dict[str, tuple[str, str]] = {
     "the order of tiles": (r"WorkTile work_tile\(|\.by_share", "core/scheduler.h"),
     "a walk with turns": (r"keys\.take\(\)", "forward/tile_walk.cuh"),
     # Two: of tiles by turns, and step by step. The host's is for tests.
-    "a walk over keys": (
-        r"\.(template )?step<",
-        "forward/tile_walk.cuh forward/step_walk.cuh host_model.cpp",
-    ),
+    "a walk over keys": (r"\.(template )?step<", "forward/tile_walk.cuh forward/step_walk.cuh host_model.cpp"),
     "a launch, and what a kernel may use": (r"cudaLaunchKernel\(|cudaFuncSetAttribute\(", "table.cpp"),
     "a launch that overlaps": (r"cudaLaunchKernelExC\(", "dependent_launch.h"),
     "the device of a launch": (r"DeviceGuard guard\(", "device_guard.h"),

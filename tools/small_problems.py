@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 import cutlass_fmha
 from cutlass_fmha import _C
 from cutlass_fmha.cascade import merge_states
+from cutlass_fmha.dispatch import blocks
 from cutlass_fmha.dispatch.blocks import Tail
 from cutlass_fmha.dispatch.gradients import writes_scores
 from cutlass_fmha.gates import gelu_and_mul, silu_and_mul
@@ -144,6 +146,16 @@ def merge_tail(dtype: torch.dtype) -> Problems:
         yield
 
 
+def pack_mask(dtype: torch.dtype) -> Problems:
+    """By a row that reads its bits: of a mask of odd rows, and of one that is read four keys at once."""
+    rows = (row for row in gpu.scored_rows() if row.family == "masked" and row.reads_mask_bits)
+    for row in itertools.islice((row for row in rows if gpu.torch_dtype(row) == dtype), 1):
+        dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim_v, "num_heads": 4}
+        small = [Problem(70, 133, mask=("bhqk", "plain"), **dims), Problem(256, 256, mask=("qk", "plain"), **dims)]
+        with mock.patch.object(blocks, "PACKED_SCORES", 0):
+            yield from _run(row.name, dtype, small)
+
+
 def merge(dtype: torch.dtype) -> Problems:
     for dim in (64, 50):
         states = [(randn(2, 5, 3, dim, dtype=dtype, seed=n), randn(2, 3, 5, seed=n + 2)) for n in (0, 1)]
@@ -195,7 +207,8 @@ def norm_and_turn(dtype: torch.dtype) -> Problems:
 
 
 HELPERS: dict[str, Callable[[torch.dtype], Problems]] = {
-    "combine": combine, "merge_tail": merge_tail, "merge": merge, "append": append, "rotary": rotate,
+    "combine": combine, "merge_tail": merge_tail, "pack_mask": pack_mask, "merge": merge, "append": append,
+    "rotary": rotate,
     "rope": lambda dtype: itertools.chain(append(dtype), norm_and_turn(dtype)),
     **dict.fromkeys(("rope_backward", "rope_weights"), norm_and_turn),
     **dict.fromkeys(("backward_before", "backward_after", "backward_lists"), _gradients_of),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cutlass_fmha import _C
@@ -48,6 +48,9 @@ class Row:
     stages: int
     q_in_registers: bool
     ping_pong: bool
+    reads_mask_bytes: bool
+    reads_mask_bits: bool
+    mask_words: Callable[[_C.AttentionParams], int]
     copy: str
     accumulates: bool
     example: bool

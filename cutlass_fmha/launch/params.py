@@ -33,10 +33,15 @@ def _is_read(tensor: Tensor | None) -> bool:
 
 
 def prepare_attention(row: Row, call: Call, device: Device) -> tuple[_C.AttentionParams, int]:
-    """All parameters but addresses and the scale, and the floats that the parts of a launch leave."""
+    """All parameters but addresses and the scale, and the floats that the parts of a launch leave; or words of a
+    masked row's mask, if that is packed before."""
     params = params_of(call.sizes, call.features, call.causal, call.strides)
     if call.out_strides is not None:
         params.o_stride = call.out_strides
+    if row.family == "masked" and _is_read(call.features.mask):
+        words = row.mask_words(params)
+        params.packs_mask = row.reads_mask_bits and blocks.worth_packing_mask(call.problem, row, words)
+        return params, max(1, words) if params.packs_mask else 0  # without queries there is none, and any mask
     return params, divide(params, row, call.problem, device)
 
 

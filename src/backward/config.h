@@ -29,6 +29,12 @@ struct BackwardConfig : TileConfig, BackwardOptions {
   /// Queries that are handed over at once, between groups and to dQ.
   constexpr int unit() const { return groups ? tile_m / 2 : tile_m; }
 
+  /// Whether a unit's part of dQ waits in registers until the next one's scores are there: no fragments are read then
+  /// for a while, which would stand behind it on their way.
+  constexpr bool adds_late() const {
+    return groups && head_dim == 256 && copy == Copy::tma && !scored() && !writes_scores;
+  }
+
   /// Queries that dQ is made of at once.
   constexpr int dq_rows() const { return whole_dq ? tile_m : unit(); }
   // Their dQ is cut into rectangles, one per warp of a group: 32 queries high, so that a B fragment feeds

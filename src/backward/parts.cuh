@@ -423,13 +423,12 @@ struct BackwardParts {
     }
   }
 
-  /// Of dq_rows() from query `row` of a tile on. read() is called when nothing is read of dS any more, which is in
-  /// `tile`.
+  /// dQ of dq_rows() from query `row` of a tile on; where it is added. read() is called when nothing is read of dS any
+  /// more, which is in `tile`.
   template <class Read>
-  CUTE_DEVICE void add_query_gradient(QueryCursor const& at, int row, Read const& read,
-                                      uint32_t tile = Layout::kScores) const {
+  CUTE_DEVICE float* multiply_query_gradient(QueryCursor const& at, int row, Read const& read, uint32_t tile,
+                                             typename Q::Gradient& dq) const {
     using namespace cute;
-    typename Q::Gradient dq;
     clear(dq);
     int const row_begin = Q::row_begin(warp), column_begin = Q::column_begin(warp);
     add_product<Q, C.tile_n / 16, Q::kColumns / 16>(
@@ -443,6 +442,24 @@ struct BackwardParts {
             FMHA_INLINE { load_piece<KTile, true>(smem, 0, rows_first, step, column_begin / 16 + n, k); },
         dq);
     read();
+    return place().sums + tile_number(at) * (C.tile_m * C.head_dim) +
+           sum_offset(C.head_dim, row + row_begin, column_begin);
+  }
+  CUTE_DEVICE static void add_to_sums_of(float* to, typename Q::Gradient const& dq) {
+    CUTE_UNROLL
+    for (int m = 0; m < Q::kRowSteps; ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < Q::kColumns / 8; ++n) {
+        auto const piece = dq(cute::_, m, n);
+        add_to_sums(to + sum_offset(C.head_dim, 16 * m, 8 * n), lane_id(), piece(0), piece(1), piece(2), piece(3));
+      }
+    }
+  }
+  template <class Read>
+  CUTE_DEVICE void add_query_gradient(QueryCursor const& at, int row, Read const& read,
+                                      uint32_t tile = Layout::kScores) const {
+    typename Q::Gradient dq;
+    float* const to = multiply_query_gradient(at, row, read, tile, dq);
     int* turn = nullptr;
     if constexpr (C.scored()) {
       if (params.turns != nullptr) {
@@ -450,16 +467,7 @@ struct BackwardParts {
         await_turn(turn, at);
       }
     }
-    float* const to = place().sums + tile_number(at) * (C.tile_m * C.head_dim) +
-                      sum_offset(C.head_dim, row + row_begin, column_begin);
-    CUTE_UNROLL
-    for (int m = 0; m < Q::kRowSteps; ++m) {
-      CUTE_UNROLL
-      for (int n = 0; n < Q::kColumns / 8; ++n) {
-        auto const piece = dq(_, m, n);
-        add_to_sums(to + sum_offset(C.head_dim, 16 * m, 8 * n), lane_id(), piece(0), piece(1), piece(2), piece(3));
-      }
-    }
+    add_to_sums_of(to, dq);
     if constexpr (C.scored()) {
       if (turn != nullptr) pass_turn(turn);
     }

@@ -107,7 +107,7 @@ CUTE_DEVICE void query_product(BackwardParams const& p) {
   if (begin >= s.rows_q) return;
   KeyWalk walk;
   int const last = smaller(begin + C.tile_m, s.queries) - 1;
-  if (last >= begin && s.keys > 0) walk = whole_walk(p, s, 0, begin, last, C.tile_n);
+  if (last >= begin && s.keys > 0) walk = range_walk(p, s, begin, last, C.tile_n);
 
   TilePipeline<C.stages> const pipe{cast_smem_ptr_to_uint(smem + L::kBarriers)};
   if (threadIdx.x == 0) pipe.init(C.threads(), C.threads());

@@ -32,6 +32,17 @@ struct TwoGroupWalk : BackwardParts<C> {
   static_assert(!(C.shares_dq || C.whole_dq) || (!C.scored() && !C.writes_scores),
                 "only A awaits turns, and copies dS");
 
+  /// What of dQ waits to be added; null: nothing.
+  struct Pending {
+    typename Parts::Q::Gradient dq;
+    float* to = nullptr;
+
+    CUTE_DEVICE void add() {
+      if (to != nullptr) Parts::add_to_sums_of(to, dq);
+      to = nullptr;
+    }
+  };
+
   int const steps;                       ///< of all heads
   TilePipeline<2, C.copy> const q_pipe;  ///< tiles; what A has read, B has, which gets its P afterwards
   TilePipeline<Layout::kDoutUnits, C.copy> const dout_pipe;  ///< units
@@ -65,6 +76,7 @@ struct TwoGroupWalk : BackwardParts<C> {
   /// Group A: dV, and what the block adds to dQ, or half of that.
   CUTE_DEVICE void run_a([[maybe_unused]] Values const& keys, Gradient& dv) const {
     QueryCursor at = this->first(place().walk), before = at;
+    [[maybe_unused]] cute::conditional_t<C.adds_late(), Pending, std::nullptr_t> pending{};
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       bool const masked = this->is_masked(at);
@@ -86,6 +98,7 @@ struct TwoGroupWalk : BackwardParts<C> {
               }
             },
             q_tile, half * kUnit / 16, scores);
+        if constexpr (C.adds_late()) pending.add();
         if constexpr (C.scored()) {
           typename Unit::Probabilities factors;
           this->template score<Unit>(masked, scores, probabilities, factors, terms + half * kUnit * 4, at,
@@ -110,7 +123,7 @@ struct TwoGroupWalk : BackwardParts<C> {
         if constexpr (C.whole_dq) {
           if (half == 1 && step > 0 && !(C.shares_dq && step % 2 == 0)) finish_tile(step - 1, before);
         } else {
-          if (unit > 0 && !(C.shares_dq && half == 0)) finish(unit - 1, half == 0 ? before : at);
+          if (unit > 0 && !(C.shares_dq && half == 0)) finish(unit - 1, half == 0 ? before : at, pending);
         }
       }
       before = at;
@@ -119,7 +132,9 @@ struct TwoGroupWalk : BackwardParts<C> {
     if constexpr (C.whole_dq) {
       if (!(C.shares_dq && steps % 2 == 0)) finish_tile(steps - 1, before);
     } else if constexpr (!C.shares_dq) {
-      finish(2 * steps - 1, before);
+      if constexpr (C.adds_late()) pending.add();
+      finish(2 * steps - 1, before, pending);
+      if constexpr (C.adds_late()) pending.add();
     }
   }
 
@@ -220,7 +235,8 @@ struct TwoGroupWalk : BackwardParts<C> {
     return barriers() + Barriers::kProbabilities + 8 * (Layout::kScoresUnits * warp + unit);
   }
   /// dQ of a unit, whose tile is `at`.
-  CUTE_DEVICE void finish(int unit, QueryCursor const& at) const {
+  template <class Late = std::nullptr_t>
+  CUTE_DEVICE void finish(int unit, QueryCursor const& at, [[maybe_unused]] Late&& late = {}) const {
     scores_pipe.consumer_wait(unit);
     if constexpr (C.writes_scores) {
       copy_scores(unit / 2, unit % 2 * kUnit);
@@ -231,11 +247,19 @@ struct TwoGroupWalk : BackwardParts<C> {
       scores_pipe.consumer_release(unit);
       return;
     }
+    auto const make = [&](int row) FMHA_INLINE {
+      auto const release = [&] { scores_pipe.consumer_release(unit); };
+      if constexpr (requires { late.dq; }) {
+        late.to = this->multiply_query_gradient(at, row, release, Layout::kScores, late.dq);
+      } else {
+        this->add_query_gradient(at, row, release);
+      }
+    };
     // Where it lies in its tile is known to the compiler by who calls.
     if (unit % 2 == 0) {
-      this->add_query_gradient(at, 0, [&] { scores_pipe.consumer_release(unit); });
+      make(0);
     } else {
-      this->add_query_gradient(at, kUnit, [&] { scores_pipe.consumer_release(unit); });
+      make(kUnit);
     }
   }
 

@@ -63,8 +63,20 @@ bool runs_of_four(FeatureParams const& p, int element_bytes) {
     return tensor == nullptr || (score_vectors(tensor, stride, bytes, kMaskRun * bytes) && p.seqlen_k % kMaskRun == 0 &&
                                  stride.query * bytes <= int64_t{UINT32_MAX});
   };
-  return fine(p.mask, p.mask_stride, 1) &&
+  return (p.mask_bits || fine(p.mask, p.mask_stride, 1)) &&
          (p.bias_type == BiasType::none || fine(p.bias, p.bias_stride, element_bytes));
+}
+
+void pack_mask(FeatureParams const& p, ForwardConfig const& c, int device, cudaStream_t stream) {
+  MaskBits const bits = mask_bits(p, c);
+  if (bits.words() == 0) return;
+  bool const vectors = score_vectors(p.mask, p.mask_stride, 1, kMaskRun) && p.seqlen_k % kMaskRun == 0;
+  int const queries = p.mask_stride.query != 0 ? p.seqlen_q : 1;
+  PackMaskParams const pack{p.mask, p.mask_stride, p.mask_bits, bits, queries, p.seqlen_k, vectors};
+  Row const& row = helper(Family::pack_mask, c.dtype, c.arch);
+  int64_t const lines = int64_t{bits.batch} * bits.heads * bits.query_groups;
+  int const blocks = ceil_div(bits.key_groups, row.threads() / MaskBits::kLanes);  // of a line
+  launch_kernel(row, grid_of(row, lines * blocks), &pack, device, stream);
 }
 
 KeysStand keys_stand(FeatureParams const& p, int step_keys) {
@@ -80,6 +92,7 @@ void find_out(FeatureParams& p, ForwardConfig const& c) {
   p.bias_vectors =
       score_vectors(p.bias, p.bias_stride, p.bias_type == BiasType::float32 ? sizeof(float) : c.element_bytes(), 16);
   p.mask_vectors = score_vectors(p.mask, p.mask_stride, sizeof(uint8_t), 8);
+  if (p.mask_bits) p.bits_stride = mask_bits(p, c).strides();
   bool const by_softmax = !c.scored() || !p.sinks;  // scored rows start with a sink as a score
   p.raw_scores = by_softmax && raw_scores(p);
   p.score_unit = p.raw_scores ? p.scale : by_softmax && is_only_capped(p) ? p.softcap : 1.f;
@@ -145,6 +158,9 @@ void check_features(Row const& row, AttentionParams const& p) {
              " reads masks and biases by four keys: seqlen_k, their addresses and strides must be multiples of that";
     });
   }
+  refuse(row, {{"mask_bits", p.mask_bits && (!c.reads_masks() || !p.mask || !reads_mask(c).bits)}});
+  require(!c.reads_masks() || !p.mask || p.mask_bits || reads_mask(c).bytes || p.empty() || p.seqlen_k == 0,
+          [&] { return std::string(row.name) + " reads a mask's bits, which need mask_bits"; });
   if (c.features == Features::ranges || c.reads_masks()) {
     refuse(row, {{"softcap", p.softcap != 0.f},
                  {"alibi_slopes", p.alibi_slopes != nullptr},
@@ -175,6 +191,7 @@ void launch_features(Row const& row, AttentionParams const& p, int device, cudaS
   find_out(params, c);
   dim3 const grid = grid_of(row, grid_size(params, c.tile_m));
   set_schedule(params, tile_order(params, c.tile_m, c.warps, c.element_bytes(), gpu_of(device)), c.tile_m);
+  if (params.mask_bits) pack_mask(params, c, device, stream);
   if (c.copy == Copy::tma) {
     FeatureTmaParams prepared(params);
     set_tensor_maps(prepared, c);

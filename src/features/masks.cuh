@@ -10,11 +10,13 @@ namespace cutlass_fmha {
 /// Where a thread block reads, in shared memory: what belongs to its first row, and how many come after that.
 struct alignas(16) MaskSource {
   char const *bias, *mask;
+  uint32_t const* bits;  ///< of the queries from the first row's on
   int rows_left;
 
   CUTE_DEVICE MaskSource(FeatureParams const& p, Sequence const& sequence, FeatureTile const& tile, int element_bytes)
       : bias(at(p.bias, p.bias_stride, tile, element_bytes)),
         mask(at(p.mask, p.mask_stride, tile, 1)),
+        bits(p.mask_bits + p.bits_stride.offset(tile.batch, tile.head, tile.row_begin / MaskBits::kQueries)),
         rows_left(larger(0, sequence.queries - 1 - tile.row_begin)) {}
 
  private:
@@ -36,7 +38,7 @@ CUTE_DEVICE void ask_for(char const* from, uint32_t* run) {
 }
 
 /// What a launch reads: the walk is compiled for each, so that nothing is asked between scores and exponentials.
-enum class ReadsScores { mask, bias };
+enum class ReadsScores { mask, bias, bits };
 
 /// What belongs to a lane's scores of a phase.
 template <ForwardConfig C, ReadsScores Kind>
@@ -159,6 +161,80 @@ struct MaskFragment {
           float& score = scores(row, 4 * step + i);
           score = run & 0xffu << 8 * i ? score : -INFINITY;
         }
+      }
+    }
+  }
+};
+
+/// The same of a mask's bits.
+template <ForwardConfig C>
+struct MaskFragment<C, ReadsScores::bits> {
+  using T = ForwardTypes<C>;
+  using Order = KeyOrder<C>;
+  static constexpr bool kBias = false;
+  static constexpr int kRows = 2 * T::kRowSteps;
+  /// Of a word, so many bytes are one load: those of 16 keys each by which all steps begin.
+  static constexpr int kBytes = C.tile_n % 64 == 0 ? 4 : C.tile_n % 32 == 0 ? 2 : 1;
+  static constexpr int kLoads = T::kKeySteps / kBytes;
+  uint32_t words[T::kRowSteps][kLoads];
+
+  CUTE_DEVICE void ask(FeatureParams const& p, MaskSource const& source, int tile_row, int key) {
+    CUTE_UNROLL
+    for (int m = 0; m < T::kRowSteps; ++m) {
+      int const group = smaller(tile_row / MaskBits::kQueries + m, source.rows_left / MaskBits::kQueries);
+      uint32_t const* const from = source.bits + group * p.bits_stride.query + lane_id();
+      CUTE_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        int const step = key / 16 + i * kBytes;  // of 16 keys
+        words[m][i] = load(reinterpret_cast<char const*>(from + step / 4 * MaskBits::kLanes) + step % 4);
+      }
+    }
+  }
+
+  template <class Scores, class Seen>
+  CUTE_DEVICE void apply(FeatureParams const& p, Scores&& scores, bool by_range, Seen const& seen) {
+    if (!p.raw_scores) {
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(scores); ++i) scores(i) *= p.scale;
+    }
+    if (by_range) hide_by_range(scores, seen);
+    CUTE_UNROLL
+    for (int step = 0; step < T::kKeySteps; ++step) {
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        CUTE_UNROLL
+        for (int i = 0; i < kMaskRun; ++i) {
+          float& score = scores(row, 4 * step + i);
+          uint32_t const bit = 1u << (step % kBytes * 8 + row % 2 * 4 + i);
+          score = words[row / 2][step / kBytes] & bit ? score : -INFINITY;
+        }
+      }
+    }
+  }
+
+ private:
+  /// One that stays where it is written.
+  CUTE_DEVICE static uint32_t load(char const* from) {
+    uint32_t word = 0;
+    if constexpr (kBytes == 4) {
+      asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(word) : "l"(from));
+    } else if constexpr (kBytes == 2) {
+      asm volatile("ld.global.nc.u16 %0, [%1];" : "=r"(word) : "l"(from));
+    } else {
+      asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(word) : "l"(from));
+    }
+    return word;
+  }
+
+  template <class Scores, class Seen>
+  CUTE_DEVICE static void hide_by_range(Scores& scores, Seen const& seen) {
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      VisibleKeys const visible = seen(row);
+      CUTE_UNROLL
+      for (int col = 0; col < 4 * T::kKeySteps; ++col) {
+        if (!visible.sees(Order::first(lane_id(), Order::pair_of(col)) + Order::of_column(col)))
+          scores(row, col) = -INFINITY;
       }
     }
   }

@@ -35,6 +35,23 @@ struct ScoreStrides {
   }
 };
 
+/// How the masks' bits stand that masked rows read in place of bytes: a word a lane for 16 queries and 64 keys. Its
+/// byte n is of the keys from 16 n on, a nibble of query lane / 4 and one of that plus 8; lane t of four has the keys
+/// from 4 t on, in MaskedOrder.
+struct MaskBits {
+  static constexpr int kQueries = 16, kKeys = 64, kLanes = 32;
+
+  int batch, heads, query_groups;  ///< 1 of what the mask is broadcast over
+  int key_groups;
+
+  int64_t words() const { return int64_t{batch} * heads * query_groups * key_groups * kLanes; }
+  /// .query: from 16 queries to the next.
+  ScoreStrides strides() const {
+    int64_t const query = int64_t{key_groups} * kLanes, head = query_groups * query;
+    return {batch > 1 ? heads * head : 0, heads > 1 ? head : 0, query_groups > 1 ? query : 0, kLanes};
+  }
+};
+
 enum class BiasType : int { none, same_as_q, float32 };
 
 /// What is known of where the rows of the keys of a step stand.
@@ -60,6 +77,16 @@ enum class Modifier : int {
 /// several walks spill that each alone would not.
 constexpr bool tells_modifiers_apart(ForwardConfig const& c) {
   return c.modifies_scores() && (c.copy == Copy::tma || spare_registers(c) >= 60);
+}
+
+/// How a masked row reads a mask, beside a bias: as it is, or its bits, or either. Two walks would spill where
+/// registers are scarce: sm_89's D128 has bits, its D96 bytes, as have head dims above 128.
+struct ReadsMask {
+  bool bytes, bits;
+};
+constexpr ReadsMask reads_mask(ForwardConfig const& c) {
+  int const spare = spare_registers(c);
+  return {spare >= 60, spare < 60 || (spare >= 70 && c.head_dim_v() <= 128)};
 }
 
 struct FeatureParams {
@@ -94,6 +121,7 @@ struct FeatureParams {
   int const* prefix_lengths;      ///< [batch]
   uint8_t const* mask;            ///< bool: nonzero is visible
   ScoreStrides mask_stride;
+  uint32_t* mask_bits;        ///< of masked rows, room for MaskBits: then the mask itself is read by what packs it
   int const* block_counts;    ///< [batch, head, query block]: how many entries of block_indices count
   int const* block_indices;   ///< [batch, head, query block, entry]: ascending numbers of key blocks
   ScoreStrides block_stride;  ///< .query: from query block to query block, .key: from entry to entry
@@ -129,14 +157,15 @@ struct FeatureParams {
   int64_t lse_rows;                           ///< rows of lse in all
 
   // What the launch finds out of all that, once for all threads.
-  bool bias_vectors;  ///< bias: neighbouring keys are neighbours, and each eight of them aligned to 16 bytes
-  bool mask_vectors;  ///< mask: the same, to 8 bytes
-  bool raw_scores;    ///< nothing but masks comes between q k and the softmax
-  KeptNumbers kept;   ///< by dropout_threshold
-  float score_unit;   ///< of scores as the softmax gets them, in natural units: it applies that
-  float cap_scale;    ///< 2 log2(e) scale / softcap, finite
-  bool keys_before;   ///< no query sees a key that comes after it
-  bool near_first;    ///< of score-mod rows: all queries see all keys, and those near by have the least distances
+  bool bias_vectors;         ///< bias: neighbouring keys are neighbours, and each eight of them aligned to 16 bytes
+  bool mask_vectors;         ///< mask: the same, to 8 bytes
+  ScoreStrides bits_stride;  ///< MaskBits::strides()
+  bool raw_scores;           ///< nothing but masks comes between q k and the softmax
+  KeptNumbers kept;          ///< by dropout_threshold
+  float score_unit;          ///< of scores as the softmax gets them, in natural units: it applies that
+  float cap_scale;           ///< 2 log2(e) scale / softcap, finite
+  bool keys_before;          ///< no query sees a key that comes after it
+  bool near_first;  ///< of score-mod rows: all queries see all keys, and those near by have the least distances
   KeysStand keys_stand;
   uint32_t q_and, q_xor;       ///< of ranged rows, whose scale is positive then: SplitScale
   Divisor by_block_tiles;      ///< by block_tiles
@@ -146,6 +175,24 @@ struct FeatureParams {
   Modifier modifier;           ///< of score-mod rows
   float cap_terms[kCapTerms];  ///< Modifier::softcap: the polynomial's coefficients, in q k
   float scale_log2;            ///< Modifier::alibi: of q k, in log2 units
+};
+
+/// How a masked row has the bits of a mask.
+inline MaskBits mask_bits(FeatureParams const& p, ForwardConfig const& c) {
+  int64_t const walked = (p.seqlen_k + int64_t{c.tile_n} - 1) / c.tile_n * c.tile_n;
+  return {p.mask_stride.batch != 0 ? p.batch : 1, p.mask_stride.head != 0 ? p.num_heads : 1,
+          p.mask_stride.query != 0 ? ceil_div(p.seqlen_q, MaskBits::kQueries) : 1,
+          int((walked + MaskBits::kKeys - 1) / MaskBits::kKeys)};
+}
+
+/// What the launch that packs a mask for masked rows reads.
+struct PackMaskParams {
+  uint8_t const* mask;
+  ScoreStrides stride;
+  uint32_t* bits;
+  MaskBits groups;
+  int queries, keys;
+  bool vectors;  ///< neighbouring keys are neighbours, and each four of them aligned and all there
 };
 
 /// What a launch of a row that copies by TMA reads besides.

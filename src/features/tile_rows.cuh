@@ -218,7 +218,9 @@ CUTE_DEVICE void tile_rows(FeatureParams const& p, char* smem, Sequence const& s
       walk_as.template operator()<std::nullptr_t>();
     } else if (p.bias_type != BiasType::none) {
       walk_as.template operator()<MaskFragment<C, ReadsScores::bias>>();
-    } else {
+    } else if (!reads_mask(C).bytes || (reads_mask(C).bits && p.mask_bits != nullptr)) {
+      if constexpr (reads_mask(C).bits) walk_as.template operator()<MaskFragment<C, ReadsScores::bits>>();
+    } else if constexpr (reads_mask(C).bytes) {
       walk_as.template operator()<MaskFragment<C, ReadsScores::mask>>();
     }
   } else {

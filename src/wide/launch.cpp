@@ -80,6 +80,7 @@ void check_wide(Row const& row, AttentionParams const& p) {
 
 void check_wide_scored(Row const& row, AttentionParams const& p) {
   auto const& c = std::get<WideScoredConfig>(row.config);
+  refuse(row, {{"mask_bits", p.mask_bits != nullptr}});
   require(all_vectors(p, c.element_bytes()), [&] {
     return std::string(row.name) + " needs addresses, strides and head dims that are multiples of 16 bytes";
   });

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from cutlass_fmha.cost.model import RowCost
+from cutlass_fmha.cost.store import Calibration
+from cutlass_fmha.dispatch.blocks import must_pack_mask
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.families import ranged, scored
-from cutlass_fmha.dispatch.families.family import Rule, alignment
+from cutlass_fmha.dispatch.families.family import Offers, Rule, alignment
 from cutlass_fmha.dispatch.problem import SCORE_RUN, Problem
 from cutlass_fmha.dispatch.table import Row, Table
 
@@ -20,11 +25,12 @@ def _one_of_both(row: Row, problem: Problem, device: Device, table: Table) -> st
 
 
 def _score_runs(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
-    if problem.score_runs:
+    if problem.score_runs or ("mask" in problem.features and row.reads_mask_bits):
         return None
+    read = "a mask" if "mask" in problem.features else "a bias of q's dtype"
     return (
-        f"reads a mask, or a bias of q's dtype, by {SCORE_RUN} keys: seqlen_k, the address and all strides "
-        "must be multiples of that, and neighbouring keys neighbours"
+        f"reads {read} by {SCORE_RUN} keys: seqlen_k, the address and all strides must be multiples of that, and "
+        "neighbouring keys neighbours"
     )
 
 
@@ -46,5 +52,28 @@ CALL_RULES: tuple[Rule, ...] = (
 )
 
 other_head_dims = scored.other_head_dims
-offers = scored.offers
+
+
+class _AfterPacking(NamedTuple):
+    """Those of a row whose mask must be packed before."""
+
+    offers: Offers
+    cost: RowCost
+
+    def _packing(self, problem: Problem) -> float:
+        return self.cost.launch + self.cost.memory * problem.seqlen_q * problem.seqlen_k / 1e6
+
+    def at_least(self, problem: Problem) -> float:
+        return self.offers.at_least(problem) + self._packing(problem)
+
+    def us(self, problem: Problem) -> float:
+        return self.offers.us(problem) + self._packing(problem)
+
+
+def offers(row: Row, problem: Problem, device: Device, known: Calibration) -> Offers:
+    found = scored.offers(row, problem, device, known)
+    packs = "mask" in problem.features and must_pack_mask(problem, row)
+    return _AfterPacking(found, known.cost(row, device)) if packs else found
+
+
 prepare = scored.prepare
