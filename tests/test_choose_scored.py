@@ -104,28 +104,46 @@ def test_what_rows_between_plain_and_scored_ones_take(row: Row):
 def test_a_mask_is_packed_where_there_is_no_other_way_or_its_bits_are_read_often():
     large = replace(PACKED, features=("mask",), batch=4, seqlen_q=4096, seqlen_k=4096)
     bits = large.seqlen_q * large.seqlen_k // 32  # words of one head's
-    small, windowed = replace(large, batch=1, num_heads=1, seqlen_q=1024), replace(large, features=("mask", "window"))
-    assert blocks.worth_packing_mask(large, MASKED, bits) and not blocks.worth_packing_mask(large, MASKED, 64 * bits)
-    assert not any(blocks.worth_packing_mask(problem, MASKED, bits // 4) for problem in (small, windowed))
+    small = replace(large, batch=1, num_heads=1, seqlen_q=1024)
+    assert blocks.worth_packing_mask(large, MASKED, 16 * bits, 4)
+    for changes, words, batch in (
+        *(({"features": ("mask", x)}, bits, 4) for x in ("window", "lengths", "pages")),
+        ({"mean": (400, 400)}, bits, 4), ({}, 17 * bits, 4), ({}, 16 * bits, 3), ({"seqlen_q": 63}, 63, 1),
+    ):  # fmt: skip
+        assert not blocks.worth_packing_mask(replace(large, **changes), MASKED, words, batch)
     for row, problem in ((replace(MASKED, reads_mask_bytes=False), small), (MASKED, replace(small, score_runs=False))):
-        assert blocks.must_pack_mask(problem, row) and blocks.worth_packing_mask(problem, row, bits)
+        assert blocks.must_pack_mask(problem, row) and blocks.worth_packing_mask(problem, row, bits, 1)
         costs = store.default(L4)
         read, packed = masked.offers(MASKED, small, L4, costs), masked.offers(row, problem, L4, costs)
         more = packed.us(small) - read.us(small)
         assert 2 < more < 60 and more == pytest.approx(packed.at_least(small) - read.at_least(small))
+        assert choose.predicted_us(row, problem, L4) == choose.price(row, problem, L4, store.for_device(L4))
 
 
-def test_the_room_of_a_packed_mask():
+def test_masks_that_are_worth_packing_and_room_of_theirs():
     """32 words for 16 queries and 64 keys; one of them where no key is there, and none where nothing is read."""
     rows = [row for row in _C.rows() if row.family == "masked" and row.reads_mask_bits]
     assert rows or not _C.build_info()["cuda"]
-    dense, of_batch, padding = (40, 129, 40, 1, 9), (40, 129, 2, 1, 40, 129, 18), (40, 129, 2, 1, 1, 129, 6)
-    cases = (dense, of_batch, padding, (0, 7, 0, 7, 0), (40, 0, 40, 1, 1 / 32))
-    for row, (seqlen_q, seqlen_k, *shape, words) in itertools.product(rows, cases):
+    one, whole, of_batch, padding = (
+        (40, 129, *x) for x in ((40, 129), (2, 4, 40, 129), (2, 1, 40, 129), (2, 1, 1, 129))
+    )
+    cases = ((*one, 9), (*of_batch, 18), (*padding, 6), (*whole, None), (40, 129, 40, 1, None), (0, 7, 0, 7, 0))
+    for row, (seqlen_q, seqlen_k, *shape, words) in itertools.product(rows, (*cases, (40, 0, 1, 1, None))):
         q, k = (torch.empty(2, n, 4, row.head_dim, dtype=gpu.torch_dtype(row)) for n in (seqlen_q, seqlen_k))
         call = describe((q, k, k), "none", Features(mask=torch.ones(shape, dtype=torch.bool)))
+        if words is None:  # its bits would take as much as it does, or are read by one or two
+            assert (
+                call.problem.score_runs is None
+                and "mask by 4 keys" in eligibility.reasons(row, call.problem, L4, BUILD)[-1]
+            )
+            continue
         params, room = prepare_attention(row, call, L4)
         assert (params.packs_mask, room) == (words > 0, words * 32), (row.name, shape)
+        same = describe((q, k, k), "none", Features(mask=torch.ones(shape, dtype=torch.bool), batch_invariant=True))
+        assert same.problem.score_runs is (None if words else True)
+    toeplitz = torch.ones(300, dtype=torch.bool).as_strided((40, 128), (1, 1))
+    q, k = (torch.empty(2, n, 4, 64, dtype=torch.float16) for n in (40, 128))
+    assert describe((q, k, k), "none", Features(mask=toeplitz)).problem.score_runs is None
 
 
 def test_masks_and_biases_that_masked_rows_can_read():

@@ -18,10 +18,10 @@ up, after which the blocks of a last wave take what they take alone: they are to
 ``cold`` is what inputs add that are too large to be found in the L2 cache, ``traffic`` what is moved at
 least, ``again`` what blocks load of keys and values that others load, too: it comes from the L2 cache, which
 small tiles and heads that share keys ask for many times as much. Where keys are split, or those of the last
-tiles are divided, a second launch combines the parts. What masks and biases take is not counted: every row
-that can has to read them. All prices but ``memory`` are linear up to the square root: a few dozen timings fit
-them (``calibrate/fit.py``). Those of a GPU that was never measured are derived from its datasheet
-(``datasheet.py``).
+tiles are divided, a second launch combines the parts. What masks and biases take is not counted, as every
+row that can has to read them, but for a mask that must be packed before. All prices but ``memory`` are
+linear up to the square root: a few dozen timings fit them (``calibrate/fit.py``). Those of a GPU that was
+never measured are derived from its datasheet (``datasheet.py``).
 """
 
 from __future__ import annotations

@@ -119,12 +119,18 @@ def must_pack_mask(problem: Problem, row: Row) -> bool:
     return not (row.reads_mask_bytes and problem.score_runs)
 
 
-def worth_packing_mask(problem: Problem, row: Row, words: int) -> bool:
-    """Whether a masked row reads the bits of a mask that a launch packs before it, of ``words`` words of 32."""
+#: With which much of a mask may be read by nobody.
+SPARSE = {"window", "lengths", "pages"}
+
+
+def worth_packing_mask(problem: Problem, row: Row, words: int, batch: int) -> bool:
+    """Whether a masked row reads the bits of a mask that a launch packs before it, of ``words`` words of 32, for
+    ``batch`` sequences."""
     if must_pack_mask(problem, row):
         return True
-    scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
-    return "window" not in problem.features and scores >= max(PACKED_SCORES, PACKED_TIMES * 32 * words)
+    mean_q, mean_k = problem.mean
+    scores = batch * problem.num_heads * (mean_q or problem.seqlen_q) * (mean_k or problem.seqlen_k)
+    return SPARSE.isdisjoint(problem.features) and scores >= max(PACKED_SCORES, PACKED_TIMES * 32 * words)
 
 
 def groups(row: Row, problem: Problem, device: Device) -> list[Group]:

@@ -145,7 +145,7 @@ def predicted_us(row: Row, problem: Problem, device: Device, calibration: Calibr
     ``calibration``: what the model was told of this GPU; the one that counts here when None.
     """
     calibration = calibration or store.for_device(device)
-    if row.family in WIDE:
+    if row.family in (*WIDE, "masked"):  # whose offers are what they take
         return price(row, problem, device, calibration)
     return predict(row, problem, device, calibration.cost(row, device))
 

@@ -5,6 +5,7 @@ Reads metadata and addresses, no element.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from cutlass_fmha import private_torch
 from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.check_features import broadcast_strides, check_features
+from cutlass_fmha.dispatch.blocks import PACKED_TIMES
 from cutlass_fmha.dispatch.problem import EVEN, FEATURES, MAX_KEY_SPAN, SCORE_RUN, Problem, mean_length
 from cutlass_fmha.features import NO_FEATURES, Features, Sizes
 
@@ -171,7 +173,20 @@ def problem_of(
 def _score_runs(features: Features, sizes: Sizes, dtype: str) -> bool | None:
     if features.bias is not None and check.dtype_name(features.bias.dtype) != dtype:
         return None
-    return in_runs(features.mask, sizes, 1) and in_runs(features.bias, sizes, 2)
+    if in_runs(features.mask, sizes, 1) and in_runs(features.bias, sizes, 2):
+        return True
+    return False if features.bias is not None or is_packable(features.mask, sizes) else None
+
+
+def is_packable(mask: Tensor | None, sizes: Sizes) -> bool:
+    """Whether a mask's bits, of each key, take less than it does, and are read often enough to pack them first."""
+    if mask is None or mask.numel() == 0:
+        return False
+    batch, head, query, key = broadcast_strides(mask, sizes)
+    if key != 1 or 0 < query < sizes.seqlen_k:
+        return False
+    whole = ((batch, sizes.batch), (head, sizes.num_heads), (query, sizes.seqlen_q))
+    return math.prod(size for stride, size in whole if stride == 0) >= PACKED_TIMES
 
 
 def in_runs(scores: Tensor | None, sizes: Sizes, element_bytes: int) -> bool:
@@ -209,7 +224,11 @@ def for_one_sequence(problem: Problem, features: Features, k: Tensor) -> Problem
     length and packed or paged keys as another. The kernel cuts the keys of each tile of queries by their own
     number, and each row's arithmetic depends on nothing but its own sequence.
     """
-    problem = replace(problem, batch=1, mean=EVEN, batch_invariant=True)
+    # Whether masks are read in runs must not depend on a batch's longest sequence, nor whether they are packed on
+    # how many share them.
+    apart = False if "bias" in problem.features else None
+    runs = problem.score_runs or (None if problem.score_runs is None else apart)
+    problem = replace(problem, batch=1, mean=EVEN, batch_invariant=True, score_runs=runs)
     if features.cu_seqlens_q is not None:
         problem = replace(problem, seqlen_q=INVARIANT_SEQLEN_Q)
     if features.cu_seqlens_k is not None or features.page_table is not None:
@@ -218,6 +237,4 @@ def for_one_sequence(problem: Problem, features: Features, k: Tensor) -> Problem
         problem = replace(problem, seqlen_k=k.shape[1])
     else:
         return problem
-    if not problem.score_runs:
-        return problem
-    return replace(problem, score_runs=False)  # masks are as wide as the batch's longest sequence
+    return replace(problem, score_runs=apart) if problem.score_runs else problem

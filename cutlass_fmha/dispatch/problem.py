@@ -74,7 +74,8 @@ class Problem:
     of a sequence lie apart at most, 0 where any row's offsets hold them. ``mean``: the average length
     of packed sequences, of queries and of keys; 0 where they are about as long as the longest.
     ``score_runs``: mask and bias can be read by ``SCORE_RUN`` keys at once, a bias in 16 bits; None where they
-    can't, and the bias is of another dtype than q, float32. ``bias_gradient``: of gradients, whether the bias has one.
+    can't, and the bias is of another dtype than q, float32, or the mask is alone and not worth packing.
+    ``bias_gradient``: of gradients, whether the bias has one.
     ``batch_invariant``: no tile is divided because of where in the batch it comes.
     """
 

@@ -40,7 +40,7 @@ def prepare_attention(row: Row, call: Call, device: Device) -> tuple[_C.Attentio
         params.o_stride = call.out_strides
     if row.family == "masked" and _is_read(call.features.mask):
         words = row.mask_words(params)
-        params.packs_mask = row.reads_mask_bits and blocks.worth_packing_mask(call.problem, row, words)
+        params.packs_mask = row.reads_mask_bits and blocks.worth_packing_mask(call.problem, row, words, params.batch)
         return params, max(1, words) if params.packs_mask else 0  # without queries there is none, and any mask
     return params, divide(params, row, call.problem, device)
 

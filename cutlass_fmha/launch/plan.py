@@ -70,7 +70,7 @@ class Plan(NamedTuple):
     device_index: int
     cuda_index: int  # the same, 0 for the CPU, whose tensors a simulator takes
     given: Given | None
-    room: int  # floats that the parts of split keys or of a tail leave
+    room: int  # floats that the parts of split keys or of a tail leave, or words of a packed mask
     #: (name in Features, field) of the tensors that are read.
     addresses: tuple[tuple[str, str], ...]
 

@@ -1,6 +1,6 @@
 """Where a launch's own memory comes from: torch's caching allocator, or the ``Workspace`` that is in use.
 
-A launch's own is what is free again when it is done: parts of split keys and of a tail, sums in float32,
+A launch's own is what is free again when it is done: parts of split keys and of a tail, bits of masks, sums in float32,
 copies of what a kernel can't read. What lies between the launches of a call is that call's, before theirs.
 What a call returns is new memory of torch's, or the caller's (``out``).
 """

@@ -38,7 +38,7 @@ Launch = Callable[[tuple[Tensor, Tensor, Tensor], float, bool, Mapping[str, Any]
 
 class Prepared(NamedTuple):
     """What is known of all calls with the same metadata: the parameters of a launch, but for addresses and
-    the scale, and the floats that its parts leave; or how the family launches."""
+    the scale, and the floats that its parts leave, or words of a mask; or how the family launches."""
 
     params: _C.AttentionParams
     room: int = 0

@@ -14,6 +14,8 @@ from cutlass_fmha.dispatch.problem import SCORE_RUN, Problem
 from cutlass_fmha.dispatch.table import Row, Table
 
 MASKS = frozenset({"mask", "bias"})
+PACKING_US = 2.0
+"""A launch that packs a mask, without its bytes: of one that all heads and batch entries share."""
 
 lacking, _features = ranged.without(ranged.UNKNOWN - MASKS)
 
@@ -25,7 +27,8 @@ def _one_of_both(row: Row, problem: Problem, device: Device, table: Table) -> st
 
 
 def _score_runs(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
-    if problem.score_runs or ("mask" in problem.features and row.reads_mask_bits):
+    packed = problem.score_runs is False and "mask" in problem.features and row.reads_mask_bits
+    if problem.score_runs or packed:
         return None
     read = "a mask" if "mask" in problem.features else "a bias of q's dtype"
     return (
@@ -61,7 +64,7 @@ class _AfterPacking(NamedTuple):
     cost: RowCost
 
     def _packing(self, problem: Problem) -> float:
-        return self.cost.launch + self.cost.memory * problem.seqlen_q * problem.seqlen_k / 1e6
+        return PACKING_US + self.cost.memory * problem.seqlen_q * problem.seqlen_k / 1e6
 
     def at_least(self, problem: Problem) -> float:
         return self.offers.at_least(problem) + self._packing(problem)
