@@ -68,11 +68,15 @@ def fit(problem: Problem, row: _C.Row) -> Problem:
     return fitted(p, row.head_dim, row.head_dim_v, row.tile_m, row.tile_n * row.kv_warps)
 
 
+def packs_mask(p: Problem, row: _C.Row) -> bool:
+    """Whether a row's mask is packed: two of three, where it can be read both ways."""
+    return row.family == "masked" and row.reads_mask_bits and (p.seed % 3 != 0 or not row.reads_mask_bytes)
+
+
 def only_runs(p: Problem, row: _C.Row) -> Problem:
     """The problem with a bias that can be read four keys at once, or a mask that is or is packed; not both, and not
     neither."""
-    packed = row.reads_mask_bits and (p.seed % 3 != 0 or not row.reads_mask_bytes)
-    if packed and p.mask and not (p.bias and p.seed % 2):
+    if packs_mask(p, row) and p.mask and not (p.bias and p.seed % 2):
         return without(p, "bias")
     mask = p.mask and (p.mask[0].rstrip("k") + "k", RUNS.get(p.mask[1], "plain"))
     bias = p.bias and (p.bias[0].rstrip("k") + "k", "same", RUNS.get(p.bias[2], "plain"))
@@ -155,11 +159,9 @@ class Launch:
             self.partial = [torch.full((size,), torch.nan, device=call.q.device) for size in sizes]
             p.partial_o, p.partial_lse, p.partial_low = (x.data_ptr() if p.lse_rows else 0 for x in self.partial)
 
-        packed = self.row.family == "masked" and self.row.reads_mask_bits
-        if packed and p.mask and (problem.seed % 3 or not self.row.reads_mask_bytes):
-            self.partial = [
-                torch.full((max(1, self.row.mask_words(p)),), 0x5A5A5A5A, dtype=torch.int32, device=call.q.device)
-            ]
+        if p.mask and packs_mask(problem, self.row):
+            words = max(1, self.row.mask_words(p))
+            self.partial = [torch.full((words,), 0x5A5A5A5A, dtype=torch.int32, device=call.q.device)]
             p.mask_bits = self.partial[0].data_ptr()
 
     def _put(self, **tensors: Tensor) -> None:

@@ -92,8 +92,10 @@ def test_what_rows_between_plain_and_scored_ones_take(row: Row):
     if row is MASKED:
         assert why("mask", "bias").startswith("takes a mask or a bias, not both")
         assert why("bias", score_runs=False).startswith("reads a bias of q's dtype by 4 keys: seqlen_k, the address")
-        assert why("mask", score_runs=False) == ""
-        as_bytes = replace(row, reads_mask_bits=False), replace(PACKED, features=("mask",), score_runs=False)
+        assert why("mask", score_runs=False).startswith("reads a mask by 4 keys")
+        odd_rows = replace(PACKED, features=("mask",), score_runs=False, packable_mask=True)
+        assert eligibility.reasons(row, odd_rows, L4, BUILD) == []
+        as_bytes = replace(row, reads_mask_bits=False), odd_rows
         assert eligibility.reasons(*as_bytes, L4, BUILD)[0].startswith("reads a mask by 4 keys")
     if row is RANGED:
         by_tma, h200 = replace(row, arch=90, copy="tma"), PRESETS["h200"]
@@ -132,18 +134,16 @@ def test_masks_that_are_worth_packing_and_room_of_theirs():
         q, k = (torch.empty(2, n, 4, row.head_dim, dtype=gpu.torch_dtype(row)) for n in (seqlen_q, seqlen_k))
         call = describe((q, k, k), "none", Features(mask=torch.ones(shape, dtype=torch.bool)))
         if words is None:  # its bits would take as much as it does, or are read by one or two
-            assert (
-                call.problem.score_runs is None
-                and "mask by 4 keys" in eligibility.reasons(row, call.problem, L4, BUILD)[-1]
-            )
+            assert not call.problem.packable_mask
+            assert "mask by 4 keys" in eligibility.reasons(row, call.problem, L4, BUILD)[-1]
             continue
         params, room = prepare_attention(row, call, L4)
         assert (params.packs_mask, room) == (words > 0, words * 32), (row.name, shape)
         same = describe((q, k, k), "none", Features(mask=torch.ones(shape, dtype=torch.bool), batch_invariant=True))
-        assert same.problem.score_runs is (None if words else True)
+        assert not same.problem.packable_mask
     toeplitz = torch.ones(300, dtype=torch.bool).as_strided((40, 128), (1, 1))
     q, k = (torch.empty(2, n, 4, 64, dtype=torch.float16) for n in (40, 128))
-    assert describe((q, k, k), "none", Features(mask=toeplitz)).problem.score_runs is None
+    assert describe((q, k, k), "none", Features(mask=toeplitz)).problem.packable_mask is False
 
 
 def test_masks_and_biases_that_masked_rows_can_read():
@@ -268,7 +268,7 @@ def test_documents_are_for_ranged_rows_and_odd_head_dims_for_scored_ones_of_the_
     assert (family("varlen"), family(), family("varlen", "softcap")) == ("ranged", "plain", "score_mod")
     for feature in ("mask", "bias"):
         assert family("varlen", feature) == "masked"
-        assert family("varlen", feature, score_runs=False) == ("masked" if feature == "mask" else "scored")
+        assert family("varlen", feature, score_runs=False) == "scored"
         assert family("varlen", feature, batch=1, seqlen_q=1, seqlen_k=16384) == "few_query_scored"
     few = replace(PACKED, batch=1, seqlen_q=300, num_heads=1, num_heads_kv=1, seqlen_k=32768)
     assert blocks.split_keys(RANGED, few, L4) == 1  # their keys are not split

@@ -98,6 +98,7 @@ def in_question(
         problem.block_mask,
         problem.key_span <= MAX_KEY_SPAN,
         problem.score_runs,
+        problem.packable_mask,
         problem.is_decode,
     )
     if (found := _in_question.get(key) or _in_question.revive(key)) is not None:

@@ -167,15 +167,14 @@ def problem_of(
         key_span=key_span,
         mean=mean,
         score_runs=not runs or _score_runs(features, sizes, dtype),
+        packable_mask=is_packable(features.mask, sizes),
     )
 
 
 def _score_runs(features: Features, sizes: Sizes, dtype: str) -> bool | None:
     if features.bias is not None and check.dtype_name(features.bias.dtype) != dtype:
         return None
-    if in_runs(features.mask, sizes, 1) and in_runs(features.bias, sizes, 2):
-        return True
-    return False if features.bias is not None or is_packable(features.mask, sizes) else None
+    return in_runs(features.mask, sizes, 1) and in_runs(features.bias, sizes, 2)
 
 
 def is_packable(mask: Tensor | None, sizes: Sizes) -> bool:
@@ -224,11 +223,8 @@ def for_one_sequence(problem: Problem, features: Features, k: Tensor) -> Problem
     length and packed or paged keys as another. The kernel cuts the keys of each tile of queries by their own
     number, and each row's arithmetic depends on nothing but its own sequence.
     """
-    # Whether masks are read in runs must not depend on a batch's longest sequence, nor whether they are packed on
-    # how many share them.
-    apart = False if "bias" in problem.features else None
-    runs = problem.score_runs or (None if problem.score_runs is None else apart)
-    problem = replace(problem, batch=1, mean=EVEN, batch_invariant=True, score_runs=runs)
+    # Whether a mask may be packed depends on how many share it.
+    problem = replace(problem, batch=1, mean=EVEN, batch_invariant=True, packable_mask=False)
     if features.cu_seqlens_q is not None:
         problem = replace(problem, seqlen_q=INVARIANT_SEQLEN_Q)
     if features.cu_seqlens_k is not None or features.page_table is not None:
@@ -237,4 +233,6 @@ def for_one_sequence(problem: Problem, features: Features, k: Tensor) -> Problem
         problem = replace(problem, seqlen_k=k.shape[1])
     else:
         return problem
-    return replace(problem, score_runs=apart) if problem.score_runs else problem
+    if not problem.score_runs:
+        return problem
+    return replace(problem, score_runs=False)  # masks are as wide as the batch's longest sequence

@@ -74,9 +74,9 @@ class Problem:
     of a sequence lie apart at most, 0 where any row's offsets hold them. ``mean``: the average length
     of packed sequences, of queries and of keys; 0 where they are about as long as the longest.
     ``score_runs``: mask and bias can be read by ``SCORE_RUN`` keys at once, a bias in 16 bits; None where they
-    can't, and the bias is of another dtype than q, float32, or the mask is alone and not worth packing.
-    ``bias_gradient``: of gradients, whether the bias has one.
-    ``batch_invariant``: no tile is divided because of where in the batch it comes.
+    can't, and the bias is of another dtype than q, float32. ``bias_gradient``: of gradients, whether the bias has one.
+    ``batch_invariant``: no tile is divided because of where in the batch it comes. ``packable_mask``: one that can't
+    be read so may be packed to bits before.
     """
 
     batch: int
@@ -99,6 +99,7 @@ class Problem:
     score_runs: bool | None = True
     bias_gradient: bool = False
     batch_invariant: bool = False
+    packable_mask: bool = False
 
     def __post_init__(self) -> None:
         if self.head_dim_v == self.head_dim:
@@ -127,6 +128,7 @@ class Problem:
             self.score_runs,
             self.bias_gradient,
             self.batch_invariant,
+            self.packable_mask,
         )
 
     @property
@@ -332,6 +334,7 @@ def class_of(problem: Problem) -> tuple[object, ...]:
         _key_span_class(problem.key_span),
         problem.score_runs,
         problem.batch_invariant,
+        problem.packable_mask,
         problem.is_decode,
     )
 

@@ -27,8 +27,7 @@ def _one_of_both(row: Row, problem: Problem, device: Device, table: Table) -> st
 
 
 def _score_runs(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
-    packed = problem.score_runs is False and "mask" in problem.features and row.reads_mask_bits
-    if problem.score_runs or packed:
+    if problem.score_runs or (problem.packable_mask and row.reads_mask_bits):
         return None
     read = "a mask" if "mask" in problem.features else "a bias of q's dtype"
     return (
