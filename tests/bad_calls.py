@@ -47,6 +47,7 @@ NEW, NEW6 = (torch.randn(BATCH, n, HEADS_KV, DIM) for n in (2, 6))
 PACKED_NEW = NEW.flatten(0, 1)
 LSE, WIDE_LSE = torch.zeros(BATCH, HEADS, SEQLEN_Q), torch.zeros(BATCH, HEADS, SEQLEN_Q + 1)[..., :-1]
 OUT, LEAF, WEIGHT = torch.zeros_like(Q), Q.clone().requires_grad_(), torch.randn(DIM)
+UP, DOWN, OF_SIX = torch.randn(12, DIM), torch.randn(5, 6), torch.empty(2, 3, 1, 1, 9)[..., :8]
 SIDE_BY_SIDE = torch.zeros(2, 3, 2, 4, 5, 16).transpose(0, 1)
 LONG = torch.empty_strided((1, 2**29 + 1, 1, 16), (0, 0, 0, 1), device="meta")
 LONG_PACKED = dict.fromkeys("qkv", LONG[0]) | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), CU_Q.to("meta"))
@@ -80,6 +81,14 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "rotary_qk": (fmha.rotary_qk, {"q": Q, "k": NEW6, **ANGLES}),
     "qk_norm_rope": (fmha.qk_norm_rope, {"q": Q, "k": NEW6, **ANGLES, "q_weight": WEIGHT}),
     "norm append": (fmha.qk_norm_rope, {"q": Q, "k": NEW6, "v": NEW6, **ANGLES, **CACHES, "cache_seqlens": ints(0, 3)}),
+    "rms_norm": (fmha.rms_norm, {"x": Q, "weight": WEIGHT}),
+    "its backward": (lambda rstd: OPS.rms_norm_backward(Q, None, Q, None, None, rstd, 0.0), {"rstd": LSE}),
+    "swiglu": (fmha.swiglu, {"gate": Q, "up": Q}),
+    "geglu": (fmha.geglu, {"gate": Q, "up": Q}),
+    "silu_and_mul": (fmha.silu_and_mul, {"x": Q}),
+    "gated": (OPS.gated, {"gate": Q, "up": None, "activation": "silu"}),
+    "gated_backward": (OPS.gated_backward, {"dout": Q, "gate": Q, "up": None, "activation": "silu"}),
+    "swiglu_mlp": (fmha.swiglu_mlp, {"x": Q, "w_gate_up": UP, "w_down": DOWN}),
     "dropout_mask": (
         fmha.dropout_mask,
         {"batch": 1, "num_heads": 1, "seqlen_q": 1, "seqlen_k": 1, "dropout_seed": 1, "dropout_p": 0.5},
@@ -260,6 +269,35 @@ REFUSED: Refusals = {
         ({"query": Q, **TURNED}, r"query must have 3 dimensions, \[total_q, num_heads, head_dim\]"),
     ],
     "with_kv_cache": [({"rotary_cos": COS}, "rotary embedding is of k and v that are appended")],
+    "rms_norm": [
+        ({"weight": 3.0}, "weight must be a torch.Tensor or None, got float", TypeError),
+        ({"out_dtype": "half"}, "out_dtype must be a torch.dtype or None, got str", TypeError),
+        ({"x": torch.tensor(1.0)}, "x must have at least one dimension"),
+        ({"x": Q[..., :0]}, r"x must have rows of 1 to 65536 elements, got shape \(2, 6, 4, 0\)"),
+        ({"weight_offset": math.nan}, "weight_offset must be finite, got nan"),
+        ({"out": Q[0]}, r"out must have shape \(2, 6, 4, 16\), got \(6, 4, 16\)"),
+        ({"x": torch.zeros(1, 65537)}, "x must have rows of 1 to 65536 elements"),
+        ({"weight": WEIGHT[:7]}, r"weight must have shape \(16,\), as x's rows, got \(7,\)"),
+        ({"x": Q.half(), "weight": WEIGHT.half(), "bias": WEIGHT}, "bias must have weight's dtype float16, got fl"),
+        ({"residual": Q, "out": OUT}, r"out must be a tuple \(out, sum\) with a residual", TypeError),
+        ({"residual": Q.half()}, "residual must have x's dtype float32, got float16"),
+        ({"residual": Q[0]}, r"residual must have x's shape \(2, 6, 4, 16\), got \(6, 4, 16\)"),
+        ({"weight": None, "weight_offset": 1.0}, "weight_offset is added to weight, and there is none"),
+        ({"x": Q.half(), "weight": None, "out_dtype": torch.bfloat16}, "out_dtype must be float16 or float32 for"),
+        ({"out": OUT, "out_dtype": torch.float16}, "out_dtype must be None or out's dtype where"),
+        ({"x": Q[:, :3, None, :1, :8], "weight": None, "out": OF_SIX}, "out must be contiguous with more than 3"),
+        ({"x": LEAF, "out": OUT}, "out and lse are not taken where a gradient is", NotImplementedError),
+    ],
+    "swiglu": [({"up": Q[0]}, r"up must have gate's shape \(2, 6, 4, 16\), got \(6, 4, 16\)")],
+    "silu_and_mul": [({"x": Q[..., :7]}, "x must have rows of gate and up, an even number of elements")],
+    "geglu": [({"approximate": "erf"}, 'approximate must be "none" or "tanh", got .erf.')],
+    "gated": [({"activation": "relu"}, "activation must be one of silu, gelu, gelu_tanh, got 'relu'")],
+    "gated_backward": [({}, r"dout must have shape \(2, 6, 4, 8\), got \(2, 6, 4, 16\)")],
+    "swiglu_mlp": [
+        ({"w_gate_up": UP[:, :7]}, "x must have rows of w_gate_up's 7 columns"),
+        ({"w_gate_up": UP[:10]}, "w_gate_up must have two rows for each of w_down's 6 columns"),
+        ({"w_down": DOWN[0]}, r"w_down must have 2 dimensions, \[dim_out, dim\]"),
+    ],
     "merge_states": [
         ({"o_a": torch.tensor(1.0)}, r"o_a must have shape .* got \(\)"),
         ({"o_b": Q[..., :8]}, r"o_b must have o_a's shape \(2, 6, 4, 16\), got \(2, 6, 4, 8\)"),
@@ -365,6 +403,8 @@ REFUSED_ON_CPU: Refusals = {
         ({"mask": np.ma.zeros((6, 10), bool)}, "mask, a numpy.ma array, may hide elements", TypeError),
         ({"q": np.zeros(Q.shape, "U1")}, "q, a numpy.ndarray, can't be shared by DLPack: ", TypeError),
     ],
+    "its backward": [({}, r"rstd must be float32 \(2, 6, 4\)")],
+    "silu_and_mul": [({"out": Q[..., :8]}, "out must not share memory with x")],
     "a norm": [
         ({"x": Q}, r"x must end in \(3, 8\), .* \(2, 6, 4, 16"),
         ({"x": torch.zeros(3, 8).int()}, "x must be float16"),
@@ -394,15 +434,17 @@ ALIKE: Alike = [
     # Whose contents are not shown.
     (TypeError, "must be .*got ndarray", ARRAY, {
         "attention": "bias scale", "append": "cache_seqlens page_table", "merge_states": "o_b", "sdpa": "is_causal",
+        "rms_norm": "eps",
     }),
     (TypeError, "must be a torch.Tensor, got NoneType", None, {
         "features": "q", "sdpa": "query", "attend": "value", "cascade": "k_shared", "rotary": "sin", "rotary_qk": "k",
+        "swiglu": "up", "rms_norm": "x",
     }),
     (TypeError, "must .*got list", [1], {"sdpa": "attn_mask", "qk_norm_rope": "k_weight", "dropout_mask": "dropout_p"}),
     (TypeError, "must be a bool, got int", 1, {
         "attention": "batch_invariant return_lse", "sdpa": "is_causal", "with_kv_cache": "return_lse",
         "cascade": "return_lse", "explain": "return_lse", "rotary": "interleaved", "rotary_qk": "inplace interleaved",
-        "append": "rotary_interleaved",
+        "append": "rotary_interleaved", "swiglu_mlp": "recompute",
     }),
     (TypeError, "must be a float, got str", "1", {"attention": "softcap", "sdpa": "dropout_p", "qk_norm_rope": "eps"}),
     (TypeError, "must be an int.*, got float", 2.0, {
@@ -417,10 +459,10 @@ ALIKE: Alike = [
     (ValueError, 'must be "bshd" or "bhsd", got .sbhd', "sbhd", {"attention": "layout", "shape": "layout"}),
     (ValueError, "must be .*, got -1", -1, {
         "attention": "deterministic_workspace softcap", "varlen": "max_seqlen_q", "set_deterministic_workspace": "size",
-        "shape": "seqlen_k", "dropout_mask": "num_heads", "qk_norm_rope": "eps",
+        "shape": "seqlen_k", "dropout_mask": "num_heads", "qk_norm_rope": "eps", "rms_norm": "eps",
     }),
     (ValueError, "must be contiguous in its last dimension", in_every_second_place, {
-        "features": "v out lse", "forward": "value", "merge_states": "o_a", "paged": "page_table",
+        "features": "v out lse", "forward": "value", "merge_states": "o_a", "paged": "page_table", "rms_norm": "x",
     }),
     (ValueError, "must be contiguous: pass", in_every_second_place, {
         "features": "sinks cache_batch_idx", "append_kv_": "cache_seqlens", "varlen": "cu_seqlens_q cu_seqlens_k",
@@ -428,7 +470,7 @@ ALIKE: Alike = [
     (ValueError, "must be float32.* got float64", LSE.double(), {
         "features": "lse alibi_slopes", "merge_states": "lse_a", "backward": "softmax_lse",
     }),
-    (ValueError, "must be float16 or", Tensor.int, {"rotary": "x"}),
+    (ValueError, "must be float16 or bfloat16 or float32", Tensor.int, {"rotary": "x", "rms_norm": "x"}),
     (ValueError, r"must have shape \(4,\).*, got \(2,\)", torch.ones(2), {"attention": "alibi_slopes sinks"}),
     (ValueError, r"must have shape \(2, 6, 4, 16\), got .*4\)", Q[..., 0], {"backward": "output", "append": "out"}),
     (ValueError, r"must have shape \(2, 4, 6\),.* got \(1, 4, 6\)", LSE[:1], {
@@ -446,8 +488,9 @@ ALIKE: Alike = [
     (ValueError, r"must have shape \(2,\), got \(1,\)", ints(0), {
         "attention": "seqused_q leftpad_k prefix_lengths", "rotary_qk": "offsets", "append_kv_": "cache_seqlens",
     }),
-    (ValueError, "must have q's dtype float32( or float32)?, got float16", Tensor.half, {
+    (ValueError, "must have (q|x|gate)'s dtype float32( or float32)?, got float16", Tensor.half, {
         "attention": "v", "explain": "k", "norm append": "k", "with_kv_cache": "k_cache", "qk_norm_rope": "q_weight",
+        "rms_norm": "weight", "swiglu": "up", "swiglu_mlp": "w_down",
     }),
     (ValueError, "must have (query|k_cache)'s dtype float32", Tensor.half, {"backward": "dout", "norm append": "v"}),
 ]  # fmt: skip
@@ -466,7 +509,7 @@ ALIKE_ON_CPU: Alike = [
         "attention": "seqused_k seqused_q leftpad_k prefix_lengths",
     }),
     (ValueError, "must not share memory with (o_a|q|x), which is read or written in the same call", Q, {
-        "merge_states": "out", "append": "out", "rotary": "out", "cascade": "out",
+        "merge_states": "out", "append": "out", "rotary": "out", "cascade": "out", "rms_norm": "out",
     }),
     (ValueError, r"must rise from 0 to (4|12) at most, got \[0, 6, 13\]", ints(0, 6, 13), {
         "varlen": "cu_seqlens_q", "packed append": "cu_seqlens_q", "packed rotary": "cu_seqlens",
