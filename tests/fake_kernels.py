@@ -3,8 +3,9 @@ tensors and has the oracle compute on them, so that what Python packs is tested 
 
 import ctypes
 import re
+from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import oracle_features
 import pytest
@@ -42,11 +43,7 @@ def skip_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dispatcher, name, lambda *given: True)
 
 
-class Launched(NamedTuple):
-    row: int
-    params: _C.AttentionParams
-    device: int
-    stream: int
+Launched = namedtuple("Launched", "row params device stream")
 
 
 #: What a plain row takes as it is where nothing is asked.

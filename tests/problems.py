@@ -95,7 +95,7 @@ class Problem:
         """query, key and value as [batch, seqlen, heads, head_dim] views between NaN, without features."""
         return lay_out(*filled(self, dtype, head_dim, device), self.layout)
 
-    def call(self, dtype: torch.dtype, device: torch.device | str) -> Call:
+    def call(self, dtype: torch.dtype = torch.float16, device: torch.device | str = "cpu") -> Call:
         return Maker(self, dtype, device).call()
 
     @property

@@ -54,10 +54,6 @@ def attend(call: Call, row: str | None = None, return_lse: bool = True, **more: 
     return plan.launch(*call[:3], call.scale, call.causal, return_lse, row, "bshd", NAMES, said)
 
 
-def tensors(problem: Problem, dtype: torch.dtype = torch.float16) -> Call:
-    return problem.call(dtype, "cpu")
-
-
 def check(call: Call, row: str | None = None, **more: Any) -> tuple[Tensor, Tensor | None]:
     out, lse = attend(call, row, **more)
     if out.numel():
@@ -69,7 +65,7 @@ def check(call: Call, row: str | None = None, **more: Any) -> tuple[Tensor, Tens
 def test_what_is_packed_is_what_the_tensors_hold(kernels: FakeKernels, group: str):
     for problem in GROUPS[group]:
         problem = fitted(problem, 256, 256, 64, 64)
-        call = tensors(problem)
+        call = problem.call()
         out, lse = check(call)
         assert out.is_contiguous() and lse is not None and lse.is_contiguous()
         rooms = outputs(replace(problem, return_lse=True), call, problem.head_dim_v)
@@ -92,7 +88,7 @@ def test_features_are_what_a_call_says():
         "pages": {"page_size": 16}, "cache_batch_idx": {"indexed": True}, "splits": {"num_splits": 2},
     }  # fmt: skip
     for name in FEATURES:
-        assert described(tensors(Problem(**said[name]))).problem.features == (name,)
+        assert described(Problem(**said[name]).call()).problem.features == (name,)
     # A window that is a causal mask is one.
     for window, causal, expected in (
         ((-1, -1), "none", (None, "none")), ((-1, 0), "none", (None, "bottom-right")),
@@ -103,12 +99,12 @@ def test_features_are_what_a_call_says():
 
 
 def test_a_call_that_says_nothing_special_takes_a_plain_row(kernels: FakeKernels):
-    call = tensors(Problem(70, 130, num_heads=4, num_heads_kv=2))
+    call = Problem(70, 130, num_heads=4, num_heads_kv=2).call()
     for more in ({"num_splits": 1}, {"batch_invariant": True}, {"window": (-1, 0)}, {}):
         causal = "bottom-right" if "window" in more else "none"
         oracle_features.compare(*attend(call, **more), call.q, call.k, call.v, causal=causal).check()
     assert kernels.of(True) == [] and len(kernels.of(False)) == 4
-    call = tensors(Problem(1, 4096, num_heads=8, num_heads_kv=2, batch=1))
+    call = Problem(1, 4096, num_heads=8, num_heads_kv=2, batch=1).call()
     check(call)  # but decoding, by what its cost is of
     row, problem = kernels.build.rows[kernels.launches[-1].row], described(call).problem
     assert kernels.last.splits == blocks.split_keys(row, problem, L4) > 1
@@ -127,7 +123,7 @@ def test_a_plan_is_made_once(kernels: FakeKernels, monkeypatch, problem: Problem
     monkeypatch.setattr(plan, "prepare", lambda *said: made.append(said) or original(*said))
     for seed in (1, 2):
         for scale in (0.1, 0.2):
-            call = tensors(replace(problem, seed=seed, scale=scale))
+            call = replace(problem, seed=seed, scale=scale).call()
             for return_lse in (False, True):
                 check(call, return_lse=return_lse)
     assert len(made) == 1 and len(kernels.launches) == 8
@@ -138,8 +134,8 @@ def test_a_plan_is_made_once(kernels: FakeKernels, monkeypatch, problem: Problem
         {"window": (3, -1)}, {"seqlen_k": 41}, {"seqlen_q": 8}, {"causal": "top-left"}, {"layout": "bhsd"},
         {"layout": "unaligned"}, {"num_splits": 2}, {"dropout": 0.2},
     ]  # fmt: skip
-    others = [(tensors(replace(problem, **each)), None) for each in changes]
-    others += [(tensors(problem), name), (tensors(problem, torch.bfloat16), None)]
+    others = [(replace(problem, **each).call(), None) for each in changes]
+    others += [(problem.call(), name), (problem.call(torch.bfloat16), None)]
     for count, (call, row) in enumerate(others, start=2):
         check(call, row)
         assert len(made) == count
@@ -160,7 +156,7 @@ def test_what_was_used_last_is_there_and_no_more_than_there_is_room_for(keys, si
 
 def test_threads_do_not_meet_in_a_plan(kernels: FakeKernels):
     def work(seed: int) -> None:
-        call = tensors(Problem(20, 50, sinks="normal", num_splits=2, seed=seed))
+        call = Problem(20, 50, sinks="normal", num_splits=2, seed=seed).call()
         for _ in range(10):
             check(call)
 
@@ -169,7 +165,7 @@ def test_threads_do_not_meet_in_a_plan(kernels: FakeKernels):
 
 
 def test_parts_have_room_in_one_allocation(kernels: FakeKernels):
-    call = tensors(Problem(3, 200, num_heads=4, num_heads_kv=1, head_dim_v=33, num_splits=5))
+    call = Problem(3, 200, num_heads=4, num_heads_kv=1, head_dim_v=33, num_splits=5).call()
     check(call)
     said, rows = kernels.last, 2 * 4 * 3
     with Workspace(4 * 5 * rows * 35, "cpu") as workspace:
@@ -185,13 +181,13 @@ def test_parts_have_room_in_one_allocation(kernels: FakeKernels):
 def test_empty_problems_launch_nothing_and_empty_tensors_have_no_address(kernels: FakeKernels):
     for fields in ({"batch": 0}, {"num_heads": 0, "num_heads_kv": 0}, {"seqlen_q": 0}):
         for softcap in (0.0, 1.0):
-            call = tensors(Problem(**{"seqlen_q": 5, "softcap": softcap, **fields}))
+            call = Problem(**{"seqlen_q": 5, "softcap": softcap, **fields}).call()
             out, lse = attend(call)
             assert out.shape == call.q.shape and lse is not None and lse.numel() == 0
     assert kernels.launches == []
     no_keys = {"bias": ("bhqk", "float32", "plain"), "mask": ("bhqk", "plain")}
     for fields in (no_keys, {**no_keys, "blocks": (64, 64)}, {"page_size": 16, "used_k": True}):
-        out, lse = attend(tensors(Problem(5, 0, **fields)))
+        out, lse = attend(Problem(5, 0, **fields).call())
         assert (out == 0).all() and lse is not None and (lse == -torch.inf).all()
         assert kernels.last.bias == kernels.last.mask == kernels.last.page_table == 0
     # A table may name pages of which there is none, and a mask be as large as no packed sequence is.
@@ -218,7 +214,7 @@ def test_batch_invariant_plans_do_not_know_the_batch(kernels: FakeKernels, field
     kernels.compute = False
 
     def planned(batch: int, keys: int = 1, batch_invariant: bool = True) -> tuple[str, int, int]:
-        call = tensors(Problem(batch=batch, **{**fields, "seqlen_k": keys * fields["seqlen_k"]}))
+        call = Problem(batch=batch, **{**fields, "seqlen_k": keys * fields["seqlen_k"]}).call()
         attend(call, batch_invariant=batch_invariant)
         row = kernels.build.rows[kernels.of(True)[-1].row].name
         return row, kernels.last.splits, kernels.last.pack
@@ -290,8 +286,8 @@ def test_slow_copies_are_told_once_per_cause(kernels, caplog):
         (lambda n: launch(q[:, :n], odd_stride, v), f"{of_key} are"),
         (lambda n: launch(q, k, odd_v), "value's address is"),
         (lambda n: launch(q, k, v, said={"out": odd_out}), "out's address is"),
-        (lambda n: attend(tensors(replace(odd_dims, seqlen_q=n))), f"{of_heads} and head_dim 20 are"),
-        (lambda n: attend(tensors(Problem(n, 65, softcap=1.0))), ""),
+        (lambda n: attend(replace(odd_dims, seqlen_q=n).call()), f"{of_heads} and head_dim 20 are"),
+        (lambda n: attend(Problem(n, 65, softcap=1.0).call()), ""),
         (lambda n: launch(q, k, v, row="fwd_sm89_f16_d32_m64n64w4_element"), ""),  # asked for, so no surprise
     ):
         caplog.clear()

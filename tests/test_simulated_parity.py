@@ -58,10 +58,6 @@ def extension() -> Path:
 Done = subprocess.CompletedProcess[str]
 
 
-def architecture(row: str) -> str:
-    return row.partition("_sm")[2].partition("_")[0]
-
-
 def simulate(rows: list[str], options: str, env: dict[str, str]) -> Done:
     command = [sys.executable, str(ROOT / "tools" / "simulate.py"), "--extension", str(extension()), "--seed", "1"]
     command += ["--rows", f"^({'|'.join(rows)})$", *options.split()]
@@ -79,7 +75,7 @@ def runs() -> dict[str, Future[Done]]:
     pool, env, found = ThreadPoolExecutor(2), dict(os.environ), {}
     for kind, options in ((ROWS, ""), (GRADIENTS, "--problems 6 --longest 60")):
         for arch in ("89", "90", "120"):
-            rows = [row for row in kind if architecture(row) == arch]
+            rows = [row for row in kind if f"_sm{arch}_" in row]
             found |= dict.fromkeys(rows, pool.submit(simulate, rows, options, env))
     return found
 

@@ -90,10 +90,6 @@ def call(there: Any, s: SimpleNamespace, metadata: Any = None, **said: Any) -> C
     return forward
 
 
-def run(*given: Any, **said: Any) -> Tensor:
-    return call(*given, **said)()
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("lengths", [MIXED, DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize("order", ["NHD", "HND"])
@@ -106,9 +102,9 @@ def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, length
         for row, old in zip(s.common.block_table_tensor, s.requests.old, strict=False):
             row[: max(0, old - 8) // PAGE] = 0
     expected = s.requests.expected(**ours)
-    assert serving.is_close(run(there, s, **theirs), expected) and there.ours.calls.counts == {"decoder": 1}
+    assert serving.is_close(call(there, s, **theirs)(), expected) and there.ours.calls.counts == {"decoder": 1}
     if ours:
-        assert not serving.is_close(run(there, s), expected), f"{what} changes nothing here"
+        assert not serving.is_close(call(there, s)(), expected), f"{what} changes nothing here"
     for i, used in enumerate(s.requests.used):  # new rows went where the cache has room for them
         slot = s.requests.slots(i, 0, used)
         rows = torch.cat((s.requests.k[i], s.requests.v[i]), -1)
@@ -132,19 +128,19 @@ def test_encoders_see_both_sides(there: Any, place: str):
     before = s.cache.clone()
     for kind in ("encoder", "encoder_only"):
         for window, said in ((None, {}), (9, {"window": (8, 8)})):
-            found = run(there, s, attn_type=kind, sliding_window=window)
+            found = call(there, s, attn_type=kind, sliding_window=window)()
             assert serving.is_close(found, s.requests.expected("none", **said)) and torch.equal(s.cache, before)
 
 
 def test_a_decoder_sees_all_that_the_encoder_left(there: Any):
     """Cross attention, and decoders that aren't causal; their windows have two sides."""
     s = step(there, MIXED, causal=False)
-    assert serving.is_close(run(there, s, attn_type="encoder_decoder"), s.requests.expected("none"))
-    assert serving.is_close(run(there, s, sliding_window=9), s.requests.expected("none", window=(8, 8)))
+    assert serving.is_close(call(there, s, attn_type="encoder_decoder")(), s.requests.expected("none"))
+    assert serving.is_close(call(there, s, sliding_window=9)(), s.requests.expected("none", window=(8, 8)))
     keys = [min(20, used) for used in s.requests.used]
     s.common.seq_lens[: len(keys)] = ints(*keys)
     s.common.max_seq_len = 20
-    assert serving.is_close(run(there, s, attn_type="encoder_decoder"), s.requests.expected("none", keys=keys))
+    assert serving.is_close(call(there, s, attn_type="encoder_decoder")(), s.requests.expected("none", keys=keys))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -194,7 +190,7 @@ def test_batch_invariance_and_the_run_that_measures_memory(there: Any, monkeypat
 
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True)
     monkeypatch.setattr(there.ours, "attention", asked := mock.Mock())
-    run(there, step(there, ((3, 0),)))
+    call(there, step(there, ((3, 0),)))()
     assert asked.call_args.kwargs["batch_invariant"] is True
     output, impl = randn(2, HEADS, DIM), there.ours.Impl(HEADS, DIM, 1.0)
     assert impl.forward(None, output, output, output, torch.empty(0), None, output) is output
@@ -241,7 +237,7 @@ def test_what_only_a_batch_tells_is_refused_there_and_sinks_are_asked_for(there:
         ({}, {"kv_cache_dtype": "fp8"}, "no fp8 cache"),
     ):
         with pytest.raises(NotImplementedError, match=reason):
-            run(there, step(there, DECODE, **changed), **said)
+            call(there, step(there, DECODE, **changed), **said)()
 
 
 def test_the_plugin_registers_and_leaves_anothers_alone(

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 #: mbarrier objects per block that racecheck and synccheck follow; left to themselves they may count too few.
@@ -34,20 +34,16 @@ _SAME_ZEROS = re.compile(
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 
 
-def take(names: Iterable[str], parts: Sequence[str], without: Sequence[str]) -> list[str]:
-    """The names with one of ``parts`` (any, where there are none) and none of ``without`` in them."""
-    left = (name for name in names if not any(part in name for part in without))
-    return [name for name in left if not parts or any(part in name for part in parts)]
-
-
 def check_kernels(parts: Sequence[str], without: Sequence[str], seconds: float) -> int:
-    """Runs problems of these kernels, of each the first, then of each the second, until the time is over, and
-    tells which were reached. Returns 0, CUT, or 1 where there is no kernel."""
+    """Runs problems of kernels with one of ``parts`` (any, where there are none) and none of ``without`` in their
+    names, of each the first, then of each the second, until the time is over, and tells which were reached. Returns 0,
+    CUT, or 1 where there is no kernel."""
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     from small_problems import kernels
 
     found, ran, end = kernels(), 0, time.monotonic() + seconds
-    names = take(found, parts, without)
+    left = (name for name in found if not any(part in name for part in without))
+    names = [name for name in left if not parts or any(part in name for part in parts)]
     waiting, missed = collections.deque((name, found[name]()) for name in names), set(names)
     while waiting and time.monotonic() < end:
         name, problems = waiting.popleft()

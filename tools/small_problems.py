@@ -97,15 +97,12 @@ def _run_row(row: Any) -> Problems:
 def _run(row: str | None, dtype: torch.dtype, small: list[Problem], product_error: float = 0.0) -> Problems:
     for problem in small:
         call = problem.call(dtype, "cpu")
-        said = {"scale": call.scale, "causal": call.causal, "return_lse": True, "row": row, **_there(call.features)}
-        out, lse = cutlass_fmha.attention(*_there(call[:3]), **said)
+        there = moved(call, gpu.device())
+        said = {"scale": call.scale, "causal": call.causal, "return_lse": True, "row": row, **there.features}
+        out, lse = cutlass_fmha.attention(*there[:3], **said)
         errors = compare(call, out.cpu(), lse.cpu(), product_error).check()
         print(f"  {problem}: {errors.worst:.3f} of the tolerance", flush=True)
         yield
-
-
-def _there(tree: Any) -> Any:
-    return moved(tree, gpu.device())
 
 
 def gradients(row: Any) -> Problems:
@@ -232,5 +229,5 @@ def _differentiated(call: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...
 
 def _agree(call: Callable[..., Any], *given: Any, **said: Any) -> None:
     """Results of a kernel and of the CPU backend are the same, up to a rounding."""
-    args, more = _there((given, said))
+    args, more = moved((given, said), gpu.device())
     torch.testing.assert_close(moved(call(*args, **more), "cpu"), call(*given, **said))
