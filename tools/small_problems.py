@@ -181,8 +181,8 @@ def append(dtype: torch.dtype) -> Problems:
     for (head_dim, dim), begins in itertools.product(((64, 64), (50, 22)), (None, ints(0, 9, 9, 15))):
         rows = (3, 5) if begins is None else (15,)
         given = [randn(*rows, heads, head_dim, dtype=dtype, seed=seed) for seed, heads in enumerate((4, 2, 2))]
-        table = ints(6, 2, 0, 8, 3, 1, 7, 4, 5).view(3, 3)
-        yield _agree(both, *given, ints(0, 6, 19), *table(40, dim, dtype), table, begins)
+        pages = ints(6, 2, 0, 8, 3, 1, 7, 4, 5).view(3, 3)
+        yield _agree(both, *given, ints(0, 6, 19), *table(40, dim, dtype), pages, begins)
 
 
 def norm(dtype: torch.dtype) -> Problems:
