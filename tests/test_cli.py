@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from fake_build import L4, make_build
-from fake_calibration import a_calibration
+from test_calibration import a_calibration
 
 import cutlass_fmha
 from cutlass_fmha import _C, cli

@@ -18,16 +18,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import resources
 from building import BuildError, Tree, run, tail
 from cubin import Kernel, read_kernels
 
+from cutlass_fmha.bench.cases import Case
 from cutlass_fmha.cli import output
-
-if TYPE_CHECKING:
-    from cutlass_fmha.bench.cases import Case
 
 # A rule of the space is a static_assert of src/forward/*.cuh, a limit of the hardware, or a bound on what registers
 # hold: they only keep compile time from being spent on what cannot pass the machine code's checks.
