@@ -17,20 +17,14 @@ def roundings(dtype: torch.dtype) -> tuple[float, float, float]:
     return info.eps / 2, info.smallest_normal * info.eps / 2, 2.0**-48 if dtype == torch.float64 else 2.0**-20
 
 
-def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One state of several, in fp64. A part whose LSE is -inf does not exist, whatever its output is."""
-    outputs = torch.stack([o.double() for o, _ in parts])
-    lses = torch.stack([lse.double().mT for _, lse in parts])  # as outputs, without head_dim
-    weights, lse = oracle._softmax(lses.movedim(0, -1))
-    terms = weights.movedim(-1, 0)[..., None] * outputs.masked_fill((lses == -math.inf)[..., None], 0.0)
-    return terms.sum(0), lse.mT
-
-
 def assert_merged(output: Tensor, lse: Tensor | None, parts: list[tuple[Tensor, Tensor]]) -> None:
-    expected, expected_lse = merge(parts)
-    sizes = [o.double().abs().masked_fill((x == -math.inf).mT[..., None], 0.0) for o, x in parts]
-    assert_close(output, expected, torch.stack(sizes).amax(0))
+    """One state of several. A part whose LSE is -inf does not exist, whatever its output is."""
+    lses = torch.stack([x.double().mT for _, x in parts])  # as outputs, without head_dim
+    outputs = torch.stack([o.double() for o, _ in parts]).masked_fill((lses == -math.inf)[..., None], 0.0)
+    weights, expected_lse = oracle._softmax(lses.movedim(0, -1))
+    assert_close(output, (weights.movedim(-1, 0)[..., None] * outputs).sum(0), outputs.abs().amax(0))
     if lse is not None:
+        expected_lse = expected_lse.mT
         finite = expected_lse.isfinite()
         assert torch.equal(lse.double()[~finite], expected_lse[~finite])
         error = (lse.double() - expected_lse)[finite].abs()

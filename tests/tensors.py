@@ -1,9 +1,11 @@
 """Tensors that tests begin with: drawn from a seed, the same on every machine; one that looks like a GPU's."""
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 def ints(*numbers: int) -> Tensor:
@@ -16,6 +18,15 @@ def starts(*lengths: int) -> Tensor:
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [randn(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes)]
+
+
+def moved(tree: Any, device: torch.device | str, floats: torch.dtype | None = None) -> Any:
+    """Its tensors there, those of floats in that dtype."""
+    return tree_map_only(Tensor, lambda x: x.to(device, floats if x.is_floating_point() else None), tree)
 
 
 def laid(x: Tensor, how: str) -> Tensor:

@@ -27,8 +27,6 @@ from cutlass_fmha.launch import gradients as launch
 
 F64 = torch.float64
 BACKWARD = torch.ops.cutlass_fmha.attend_backward
-
-
 drawn = functools.partial(randn, dtype=F64)
 
 

@@ -7,7 +7,8 @@ import oracle_features
 import pytest
 import torch
 from oracle_helpers import bits
-from tensors import ints, laid, randn, starts
+from tensors import drawn, ints, laid, randn, starts
+from test_parity_helpers import states
 from torch import Tensor
 
 import cutlass_fmha
@@ -16,13 +17,8 @@ from cutlass_fmha.cascade import cascade_attention, merge_states
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
-def states(shape: tuple[int, ...] = (2, 5, 3, 16)) -> list[tuple[Tensor, Tensor]]:
-    lse_shape = (*shape[:-3], shape[-2], shape[-3])
-    return [(randn(*shape, seed=n), 9 * randn(*lse_shape, seed=n + 2)) for n in (0, 1)]
-
-
 def test_nan_stays_in_its_row_and_what_is_far_below_counts_for_nothing():
-    a, b = states()
+    a, b = states((2, 5, 3, 16))
     far = a[0], a[1] + 3e38
     assert all(map(torch.equal, merge_states(*far, *b), far))
     a[1][0, 2, 3] = torch.nan
@@ -32,13 +28,8 @@ def test_nan_stays_in_its_row_and_what_is_far_below_counts_for_nothing():
     assert lse.isnan().nonzero().tolist() == [[0, 2, 3]]
 
 
-def cascade_inputs(own: int = 12, dim_v: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    shapes = ((3, 5, 4, 16), (20, 2, 16), (20, 2, dim_v), (3, own, 2, 16), (3, own, 2, dim_v))
-    return tuple(randn(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes))
-
-
-def whole_keys(k_shared: Tensor, v_shared: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return tuple(torch.cat((first.expand(len(x), *first.shape), x), 1) for first, x in ((k_shared, k), (v_shared, v)))
+def cascade_inputs(own: int = 12, dim_v: int = 16, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return drawn((3, 5, 4, 16), (20, 2, 16), (20, 2, dim_v), (3, own, 2, 16), (3, own, 2, dim_v), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -82,7 +73,7 @@ def test_cascade_is_attention_over_both_parts(where: str, dim_v: int, features: 
     for one, of_one, *own in zip(outputs, lses, of_q, of_k, of_v, strict=True):
         # Without own keys, the shared ones are before all queries.
         causal = "bottom-right" if features["causal"] and len(own[1]) else "none"
-        both = whole_keys(*shared, *(x[None] for x in own[1:]))
+        both = (torch.cat(parts)[None] for parts in zip(shared, own[1:], strict=True))
         oracle_features.compare(one[None], of_one[None], own[0][None], *both, **features | {"causal": causal}).check()
 
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tensors import randn
+from tensors import moved, randn
 
 from cutlass_fmha import log
 from cutlass_fmha.demo.measure import CountCalls
@@ -46,12 +46,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "grouped": {"heads_kv": 2, "enable_gqa": True},
 }
 PLACES = [("cpu", torch.float32), pytest.param(("cuda", torch.float16), marks=pytest.mark.gpu)]
-
-
-def moved(said: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Tensors there, those of floats in the dtype."""
-    tensors = {key: x for key, x in said.items() if isinstance(x, torch.Tensor)}
-    return said | {key: x.to(device, dtype if x.is_floating_point() else None) for key, x in tensors.items()}
 
 
 @pytest.mark.parametrize("place", PLACES)

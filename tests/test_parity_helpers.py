@@ -168,7 +168,7 @@ def test_combine_of_few_parts_and_numbers_at_the_edge(dtype: torch.dtype):
         Combine(2, (1, 1, 1, 8), dtype).run(batch=2**12, seqlen_q=2**12, num_heads=2**8)
 
 
-def states(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+def states(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
     lse_shape = (*shape[:-3], shape[-2], shape[-3])
     return [(randn(*shape, dtype=dtype, seed=n), 8 * randn(*lse_shape, seed=n + 9)) for n in (0, 1)]
 

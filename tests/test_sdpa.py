@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from tensors import ints, randn
+from tensors import drawn, ints, randn
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -38,7 +38,7 @@ def _fresh() -> Iterator[None]:
 
 
 def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [randn(*shape, dtype=dtype, seed=n).requires_grad_() for n, shape in enumerate(shapes)]
+    return [x.requires_grad_() for x in drawn(*shapes, dtype=dtype)]
 
 
 def results(call: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
@@ -64,7 +64,7 @@ CALLS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
 def test_calls_and_gradients_are_ours_and_as_exact_as_torchs(name: str, place: str):
     shapes, options = CALLS[name]
     dtype = torch.float32 if place == "cpu" else torch.float16
-    given = [x.detach().to(place).requires_grad_() for x in leaves(*shapes, dtype=dtype)]
+    given = [x.to(place).requires_grad_() for x in drawn(*shapes, dtype=dtype)]
     exact = [x.detach().cpu().double().requires_grad_() for x in given]
     placed = {key: x.to(place) if isinstance(x, Tensor) else x for key, x in options.items()}
 
@@ -320,7 +320,7 @@ def test_packed_sequences_of_torchs_varlen_attn_are_ours(
         pytest.skip("varlen_attn of this torch has no window_size")
     options = {n: x for n, x in (("window_size", window), ("enable_gqa", True), ("scale", 0.3)) if n in known}
     key = (12, 2 if "enable_gqa" in known else 4, 32)
-    tensors = [x.detach().to(place, dtype).requires_grad_() for x in leaves((10, 4, 32), key, key)]
+    tensors = [x.to(place, dtype).requires_grad_() for x in drawn((10, 4, 32), key, key)]
     cu_q, cu_k = ints(0, 4, 10).to(place), ints(0, 5, 12).to(place)
     given, plain = (cu_q, cu_k, 6, 7), [x.detach() for x in tensors]
     same = {"cu_seqlens_q": cu_q, "window": window, "causal": window == (-1, 0), "scale": options.get("scale")}
@@ -382,7 +382,7 @@ def test_a_flash_op_that_is_declined_is_whose_it_was():
 
 @with_registry
 def test_what_only_the_flash_ops_take_or_mean_reaches_ours(monkeypatch: pytest.MonkeyPatch):
-    q, k = (x.detach().transpose(1, 2) for x in leaves(Q, K))
+    q, k = (x.transpose(1, 2) for x in drawn(Q, K))
     op = torch.ops.aten._flash_attention_forward.default
     known = {x.name for x in op._schema.arguments}
     options = {n: x for n, x in (("alibi_slopes", torch.arange(4) / 4), ("num_splits", 2)) if n in known}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import two_processes
-from tensors import ints, randn
+from tensors import drawn, ints, randn
 from torch import Tensor, nn
 
 from cutlass_fmha import attention, scaled_dot_product_attention, sdpa
@@ -87,8 +87,7 @@ def one_of_two(rank: int, meeting: str) -> None:
         return found.requires_grad_(x.requires_grad)
 
     for name, (shape_q, shape_k, features) in CALLS.items():
-        shapes = (shape_q, shape_k, shape_k)
-        tensors = [randn(*shape, seed=n).requires_grad_() for n, shape in enumerate(shapes)]
+        tensors = [x.requires_grad_() for x in drawn(shape_q, shape_k, shape_k)]
         features = {n: x.requires_grad_() if n in LEARNED else x for n, x in features.items()}
         of_output = randn(*shape_q, seed=7)
         want = results(*tensors, features, of_output)

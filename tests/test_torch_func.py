@@ -1,6 +1,7 @@
 """torch.func's transforms of the package's functions: what torch.autograd finds, one by one."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +16,7 @@ HEADS = 4
 STARTS = torch.tensor([0, 2, 2, 7], dtype=torch.int32)
 
 
-def double(*shape: int, seed: int = 0) -> Tensor:
-    return randn(*shape, dtype=torch.float64, seed=seed)
-
-
+double = partial(randn, dtype=torch.float64)
 COS, SIN = double(7, 4, seed=8).cos(), double(7, 4, seed=9).sin()
 
 

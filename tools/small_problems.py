@@ -28,10 +28,10 @@ from cutlass_fmha.rotary import rotary, rotary_qk
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gpu
 import oracle_features
-from backward_launch import BackwardLaunch, moved
+from backward_launch import BackwardLaunch
 from launches import SPLIT_ERROR, Launch, compare, fit
 from problems import Problem
-from tensors import ints, randn
+from tensors import ints, moved, randn
 from test_parity_helpers import table
 
 Problems = Iterator[None]
