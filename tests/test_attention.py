@@ -6,8 +6,8 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from bad_calls import BLOCKS, CU_K, CU_Q, PACKED, PAGED, TABLE, K, Q, V
-from tensors import ints, laid, randn
+from tensors import drawn, ints, laid
+from test_bad_calls import BLOCKS, CU_K, CU_Q, PACKED, PAGED, TABLE, K, Q, V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_fmha
@@ -70,10 +70,6 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, ...]]]
     "no batch, 5d": ((3, 0, 4, 5, 16), (3, 0, 4, 7, 16), []),
     **{f"grouped, {2 + len(b)}d": ((*b, 8, 5, 16), (*b, 2, 7, 16), []) for b in ((1,), (2,), (3, 2))},
 }
-
-
-def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [randn(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes)]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

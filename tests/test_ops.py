@@ -71,7 +71,7 @@ def test_opcheck_passes(name: str):
 
 
 def test_slopes_that_want_a_gradient_and_forward_mode_are_refused():
-    """bad_calls.py has the leaf."""
+    """test_bad_calls.py has the leaf."""
     (q, k, v), slopes, bias = qkv(dtype=torch.float32), torch.ones(4, requires_grad=True), torch.zeros(65)
     for each in (slopes, slopes * 2):
         with pytest.raises(NotImplementedError, match=NO_BACKWARD):
