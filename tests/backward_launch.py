@@ -12,13 +12,12 @@ import gpu
 import oracle
 import oracle_gradients
 import torch
-from feature_tensors import Call
 from gpu import Guarded
 from launches import SPLIT_ERROR, UNKNOWN, fit_head_dims, whole_vectors, without
-from operands import CAUSAL, GUARD, poison
+from operands import CAUSAL, GUARD, Call, poison
 from problems import FILLS_WITHOUT_A_SCALE, MEMORY, SMALL_MEMORY, Problem, fitted
+from tensors import moved
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 import cutlass_fmha.ops  # noqa: F401, which registers them
 from cutlass_fmha import _C
@@ -197,10 +196,6 @@ def _forward(row: _C.Row, *arguments: Any, **said: Any) -> tuple[Tensor, Tensor]
     except UnsupportedError:
         on_cpu, said = moved((arguments, said), "cpu")
         return moved(torch.ops.cutlass_fmha.attend(*on_cpu, **said), arguments[0].device)
-
-
-def moved(tree: Any, device: torch.device | str) -> Any:
-    return tree_map_only(Tensor, lambda x: x.to(device), tree)
 
 
 class Room:

@@ -1,7 +1,5 @@
 """The parity report, and the rule that GPU tests without a GPU are a failure, not a skip."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -10,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypothesis
 import parity_report
@@ -19,9 +17,6 @@ from parity_report import ParityReport
 
 with contextlib.suppress(ImportError):  # Windows has none
     import fcntl
-
-if TYPE_CHECKING:
-    from cubin import Kernel
 
 REPORT = pytest.StashKey[ParityReport]()
 LEFT_OUT = pytest.StashKey[int]()
@@ -189,7 +184,7 @@ def much_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def machine_code(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> list[Kernel]:
+def machine_code(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> list[Any]:
     """Every kernel of the installed extension, disassembled by the worker that asks first: half a minute."""
     from cubin import read_kernels
 

@@ -17,7 +17,7 @@ from oracle_helpers import bits
 from torch import Tensor
 
 from cutlass_fmha import _C
-from cutlass_fmha.dispatch.device import can_execute, code_for
+from cutlass_fmha.dispatch.device import can_execute, code_for, of_index, own_arch
 from cutlass_fmha.dispatch.table import PLAIN
 
 if _C.build_info().get("simulator"):
@@ -33,7 +33,7 @@ def rows_arch() -> int | None:
         return min(row.arch for row in _C.rows())
     if not torch.cuda.is_available():
         return None
-    return own if (own := own_arch()) in {row.arch for row in _C.rows()} else 89
+    return own if (own := own_arch(of_index(0))) in {row.arch for row in _C.rows()} else 89
 
 
 def simulated() -> bool:
@@ -85,11 +85,6 @@ def mode() -> str:
     return how + (number if number in ("80", "86") else "")
 
 
-def own_arch() -> int:
-    major, minor = torch.cuda.get_device_capability(0)
-    return {8: 89, 12: 120}.get(major, 10 * major + minor)
-
-
 def unusable() -> str | None:
     """Why the rows can't be tested on this machine, in one sentence; None when they can."""
     if simulated():
@@ -105,8 +100,8 @@ def unusable() -> str | None:
     if not any(row.arch == arch for row in _C.rows()):
         return f"this build of cutlass_fmha has no sm_{arch} rows"
     compiled_for = build["proxy"].get(arch, arch)
-    if compiled_for not in (89, own_arch()) or not can_execute(target, capability):
-        return f"this build's sm_{arch} rows are code for sm_{compiled_for}, and this GPU is sm_{own_arch()}"
+    if compiled_for not in (89, own := own_arch(of_index(0))) or not can_execute(target, capability):
+        return f"this build's sm_{arch} rows are code for sm_{compiled_for}, and this GPU is sm_{own}"
     return None
 
 

@@ -9,9 +9,8 @@ import gpu
 import oracle
 import oracle_features
 import torch
-from feature_tensors import Call
 from gpu import Guarded
-from operands import GUARD, place, poison
+from operands import GUARD, Call, place, poison
 from problems import DEFAULTS, Problem, fitted
 from torch import Tensor
 
@@ -56,7 +55,10 @@ def fit(problem: Problem, row: _C.Row) -> Problem:
         layout = p.layout if p.runs_on(row.alignment) else "bshd"
         return replace(p, head_dim=row.head_dim, head_dim_v=row.head_dim, layout=layout)
     if family == "wide":
-        return fit_wide(p, row)
+        p = fit_head_dims(p, row)
+        if p.window is not None:
+            p = replace(p, window=(-1, p.window[1]))
+        return replace(p, bias=(p.bias[0], "same", p.bias[2])) if p.bias and row.dtype != "float32" else p
     if family in ("ranged", "score_mod", "masked", "wide_scored"):
         p = whole_vectors(p)
     if family == "masked":
@@ -90,14 +92,6 @@ def whole_vectors(p: Problem) -> Problem:
     dims = {name: -(-getattr(p, name) // 8) * 8 for name in ("head_dim", "head_dim_v")}
     odd = [name for name in ("layout", "out_layout") if getattr(p, name) in ("unaligned", "overlapping")]
     return replace(p, **dims, **dict.fromkeys(odd, "padded"))
-
-
-def fit_wide(p: Problem, row: _C.Row) -> Problem:
-    """The problem as the row can take it, with head dims that it is for."""
-    p = fit_head_dims(p, row)
-    if p.window is not None:
-        p = replace(p, window=(-1, p.window[1]))
-    return replace(p, bias=(p.bias[0], "same", p.bias[2])) if p.bias and row.dtype != "float32" else p
 
 
 def fit_head_dims(p: Problem, row: _C.Row) -> Problem:

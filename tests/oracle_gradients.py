@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import oracle
 import oracle_features
 import torch
-from feature_tensors import Call
+from operands import Call
 from oracle import FP32_EPS, Errors
 from oracle_features import DEVIATIONS, Features, Sequence
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Attention problems as data, so that the same list runs against every row, a report can name what failed, and
-hypothesis can draw more. ``operands.py`` and ``feature_tensors.py`` make their tensors."""
-
-from __future__ import annotations
+hypothesis can draw more. ``operands.py`` makes their tensors."""
 
 import random
 from collections import namedtuple
@@ -9,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from feature_tensors import Call, Maker
 from hypothesis import strategies as st
-from operands import CAUSAL, LAYOUTS, OF_EACH, filled, lay_out
+from operands import CAUSAL, LAYOUTS, OF_EACH, Call, Maker, filled, lay_out
 from torch import Tensor
 
 OUT_LAYOUTS = ("bshd", "bhsd", "padded", "unaligned")

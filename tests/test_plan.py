@@ -12,11 +12,11 @@ import pytest
 import torch
 from fake_build import L4, Row, make_build
 from fake_kernels import FakeKernels, skip_dispatcher
-from feature_tensors import Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import compare, outputs
 from listed_problems import GROUPS
+from operands import Call
 from problems import Problem, fitted, problems
 from tensors import ints, qkv
 from torch import Tensor
