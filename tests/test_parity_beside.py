@@ -10,7 +10,7 @@ import test_parity_helpers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle_beside import Gated, Mlp, RmsNorm
+from oracle_helpers import Gated, Mlp, RmsNorm
 from test_parity_helpers import DTYPES, backend, by_dtype, drawn, kernels_only, laid_out, randn  # noqa: F401
 
 from cutlass_fmha.gates import geglu, gelu_and_mul, silu_and_mul, swiglu, swiglu_mlp

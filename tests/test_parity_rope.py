@@ -13,8 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from oracle_beside import rms_norm
-from oracle_helpers import assert_close, bits, rotate
+from oracle_helpers import assert_close, bits, in_fp64, rms_norm, rotate
 from test_parity_helpers import (  # its fixture says where kernels run
     DTYPES,
     LAYOUTS,
@@ -174,7 +173,7 @@ def check_norm(p: Problem) -> None:
     norm = {"eps": p.eps, "weight_offset": p.offset, **said}
     leaves = [None if x is None else x.detach().requires_grad_() for x in operands]
     found = cutlass_fmha.qk_norm_rope(leaves[0], leaves[1], None, leaves[2], leaves[3], **norm)
-    exact = [None if x is None else x.detach().cpu().double().requires_grad_() for x in operands]
+    exact = in_fp64(*operands)
     expected = [p.turned(rms_norm(exact[n], exact[2 + n], None, p.eps, p.offset), said) for n in (0, 1)]
     for out, right in zip(found, expected, strict=True):
         assert_close(out.detach().cpu(), right.detach(), 4 * largest(right.detach()))
