@@ -12,8 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from launches import compare
-from listed_problems import GROUPS, is_short, listed
-from problems import Problem, problems
+from problems import GROUPS, Problem, is_short, listed, problems
 from tensors import ints, qkv, randn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves

@@ -18,10 +18,9 @@ from backward_launch import OVERFLOWING, BackwardLaunch
 from backward_launch import listed as listed_gradients
 from hypothesis import strategies as st
 from launches import LARGEST, SPLIT_ERROR, Launch, compare, fit
-from listed_problems import GROUPS, is_short, listed
 from operands import CAUSAL, Call, poison
 from parity_report import ParityReport
-from problems import Problem, problems
+from problems import GROUPS, Problem, is_short, listed, problems
 from torch import Tensor
 
 import cutlass_fmha

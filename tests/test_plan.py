@@ -15,9 +15,8 @@ from fake_kernels import FakeKernels, skip_dispatcher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import compare, outputs
-from listed_problems import GROUPS
 from operands import Call
-from problems import Problem, fitted, problems
+from problems import GROUPS, Problem, fitted, problems
 from tensors import ints, qkv
 from torch import Tensor
 

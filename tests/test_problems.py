@@ -5,9 +5,8 @@ import math
 import oracle_features
 import pytest
 import torch
-from listed_problems import listed
 from operands import FILLS, GUARD, OF_EACH
-from problems import Problem
+from problems import Problem, listed
 
 
 @pytest.mark.parametrize("layout", [*OF_EACH, "packed"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_kernels import FakeKernels
 from launches import Launch
-from listed_problems import GROUPS
+from problems import GROUPS
 from torch import Tensor
 
 from cutlass_fmha import _C, log

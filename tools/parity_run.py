@@ -48,7 +48,7 @@ import launches
 import oracle_helpers
 import parity_report
 import problems
-from listed_problems import GROUPS, is_short, listed
+from problems import GROUPS, is_short, listed
 from source_hash import source_hash
 
 

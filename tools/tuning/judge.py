@@ -18,8 +18,7 @@ if __name__ == "__main__":
 
 import torch
 from launches import Launch
-from listed_problems import listed
-from problems import Problem
+from problems import Problem, listed
 
 from cutlass_fmha.bench.cases import Case
 from cutlass_fmha.calibrate import timing
