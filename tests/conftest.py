@@ -127,15 +127,29 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """What a command's ``main`` says, ``out`` and ``err``, when it ends with this status."""
+
+    def said(main: Callable[[list[str]], object], *arguments: object, status: int = 0) -> Any:
+        capsys.readouterr()
+        try:
+            found = main([str(argument) for argument in arguments])
+        except SystemExit as left:
+            found = left.code
+        assert found == status, arguments
+        return capsys.readouterr()
+
+    return said
+
+
+@pytest.fixture
+def refused(printed: Callable[..., Any]) -> Callable[..., str]:
     """What a command's ``main`` says of arguments that are wrong, with status 2."""
 
     def said(main: Callable[[list[str]], object], *arguments: object) -> str:
-        with pytest.raises(SystemExit) as left:
-            main([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
-        assert left.value.code == 2 and printed.out == ""
-        return printed.err
+        out, err = printed(main, *arguments, status=2)
+        assert out == ""
+        return err
 
     return said
 

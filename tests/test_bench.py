@@ -222,15 +222,13 @@ def test_the_report_has_ratios_rates_means_refusals_and_the_machine() -> None:
     assert "| B1 H8 S256 D64 fp16 | 0.50 | 1.00 | 2.00 |" in report.markdown(result)
 
 
-def test_results_are_kept_rendered_anew_and_joined_and_a_nan_stays_wrong(tmp_path: Path, capsys) -> None:
+def test_results_are_kept_rendered_anew_and_joined_and_a_nan_stays_wrong(tmp_path: Path, printed) -> None:
     path, target, whole = tmp_path / "new" / "result.json", tmp_path / "result.md", synthetic()
     report.write_json(whole, path)
     assert report.read_json(path) == (kept := json.loads(json.dumps(whole)))
-    assert bench.main(["--from-json", str(path), "--markdown", str(target)]) == 0
-    assert "B2 H16 S8192 D128 bf16" in capsys.readouterr().out
+    assert "B2 H16 S8192 D128 bf16" in printed(bench.main, "--from-json", path, "--markdown", target).out
     assert target.read_text(encoding="utf-8").startswith("# cutlass_fmha 0.1 on NVIDIA H200")
-    assert bench.main(["--from-json", str(path), "--preset", "decode"]) == 0
-    assert "B2 H16 S8192 D128 bf16" not in capsys.readouterr().out
+    assert "B2 H16 S8192 D128 bf16" not in printed(bench.main, "--from-json", path, "--preset", "decode").out
     one, two, joined = (tmp_path / f"{name}.json" for name in ("one", "two", "joined"))
     report.write_json({**whole, "cases": whole["cases"][:9]}, one)
     report.write_json({**whole, "cases": whole["cases"][9:], "host_us": {}, "peers": whole["peers"][:1]}, two)
@@ -259,7 +257,7 @@ def test_the_picture_shows_bars_and_refusals(tmp_path: Path, monkeypatch) -> Non
     assert sum(text.get_text() == "unsupported" for axis in axes for text in axis.texts) == refusals
 
 
-def test_what_fails_is_one_sentence(tmp_path, monkeypatch, capsys):
+def test_what_fails_is_one_sentence(tmp_path, monkeypatch, printed):
     (tmp_path / "no-json").write_text("{")
     files = {"whole": synthetic(), "l4": synthetic(gpu="NVIDIA L4"), "other": synthetic(commit="x")}
     files |= {"wrong": synthetic([SMALL], 7.0), "list": [], "lacking": {"schema": 3}}
@@ -285,14 +283,10 @@ def test_what_fails_is_one_sentence(tmp_path, monkeypatch, capsys):
         *((f"--band {x} --list", 2, f"--band must be at least 0, got {x}\n") for x in ("-5", "nan")),
         ("--export x {0}", 2, "take one of kernelbench, robust-kbench, flashinfer-bench"),
     ):  # fmt: skip
-        try:
-            found = bench.main(arguments.format(tmp_path).split())
-        except SystemExit as left:
-            found = left.code
-        printed = capsys.readouterr()
-        assert found == status and said.format(tmp_path) in printed.err, arguments
-        assert status == 2 or printed.err.count("\n") == 1
-        assert (printed.out == "") == ("wrong" not in arguments)
+        out, err = printed(bench.main, *arguments.format(tmp_path).split(), status=status)
+        assert said.format(tmp_path) in err, arguments
+        assert status == 2 or err.count("\n") == 1
+        assert (out == "") == ("wrong" not in arguments)
     # Rows of gradients can be forced, too; a build without rows is no wrong argument.
     monkeypatch.setattr(tables, "backward", lambda: SimpleNamespace(rows=[SimpleNamespace(name="bwd_x")]))
     for row in (make_build().rows[0].name, "bwd_x"):
@@ -301,7 +295,7 @@ def test_what_fails_is_one_sentence(tmp_path, monkeypatch, capsys):
     bench.require_row("x")
 
 
-def test_what_is_slower_than_noise_or_does_not_run_fails(tmp_path, capsys):
+def test_what_is_slower_than_noise_or_does_not_run_fails(tmp_path, printed):
     now, before = tmp_path / "now.json", tmp_path / "before.json"
     report.write_json(synthetic(), before)
     for factors, said in (
@@ -320,8 +314,7 @@ def test_what_is_slower_than_noise_or_does_not_run_fails(tmp_path, capsys):
             ran[0]["results"]["ours"] |= {"status": "unsupported", "reason": "why"}
         report.write_json(result, now)
         asked = ["--from-json", str(now), "--compare", str(before)]
-        assert bench.main(asked) == (said is not None)
-        assert (said or "nothing is slower") in capsys.readouterr().out
+        assert (said or "nothing is slower") in printed(bench.main, *asked, status=said is not None).out
         assert bench.main([*asked, "--band", "50"]) == (not factors or math.nan in factors)
         assert 1.04 not in factors or bench.main([*asked, "--preset", ran[0]["name"]]) == 0  # a mean of one
         there = [case["name"] for case in result["cases"]]  # what is missing is not asked for

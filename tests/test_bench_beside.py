@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,50 +34,46 @@ def registered() -> None:
     integration.register()
 
 
-def told(module: Any, capsys: pytest.CaptureFixture[str], kept: Path, *argv: str) -> str:
+def told(module: Any, printed: Callable[..., Any], kept: Path, *argv: str) -> str:
     """What is printed, and again of what was kept."""
-    status = module.main([*argv, "--json", str(kept)])
-    text = capsys.readouterr().out
-    assert module.main(["--from-json", str(kept)]) == status == 0
-    assert capsys.readouterr().out == text
+    text: str = printed(module.main, *argv, "--json", kept).out
+    assert printed(module.main, "--from-json", kept).out == text
     return text
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_training_step_is_told_by_contender(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    text = told(finetune, capsys, tmp_path / "found.json", "--shapes", "1x16", "--rounds", "1")
+def test_a_training_step_is_told_by_contender(tmp_path: Path, printed: Callable[..., Any]):
+    text = told(finetune, printed, tmp_path / "found.json", "--shapes", "1x16", "--rounds", "1")
     for name, model in finetune.MODELS.items():
         assert f"| {name} | 1 x 16 |" in text
         assert len(finetune.contenders(model)) == (4 if model.applies else 3)
     with mock.patch("cutlass_fmha.integrations.transformers.attention", lambda q, *_, **__: 2 * q):
-        assert finetune.main(["--shapes", "1x16", "--rounds", "1", "--models", "Llama 3.2 3B"]) == 1
-    assert "gradients of Llama 3.2 3B are further off" in capsys.readouterr().err
+        wrong = printed(finetune.main, "--shapes", "1x16", "--rounds", "1", "--models", "Llama 3.2 3B", status=1)
+    assert "gradients of Llama 3.2 3B are further off" in wrong.err
 
 
-def test_ops_are_told_beside_torchs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    text = told(beside, capsys, tmp_path / "found.json", "--sizes", "8192", "--budget", "0.001")
+def test_ops_are_told_beside_torchs(tmp_path: Path, printed: Callable[..., Any]):
+    text = told(beside, printed, tmp_path / "found.json", "--sizes", "8192", "--budget", "0.001")
     for name in beside.OPS:
         assert f"| {name}, forward |" in text and (f"| {name}, backward |" in text or "- |" in text)
     assert text.count("x | 1 | 16 |") == text.count("x | 1 | - |") == 1
     with mock.patch("cutlass_fmha.rms_norm", lambda x, *_, **__: x):
-        assert beside.main(["--ops", "append", "--budget", "0.001"]) == 1
-    assert "append is" in capsys.readouterr().err
+        assert "append is" in printed(beside.main, "--ops", "append", "--budget", "0.001", status=1).err
     with mock.patch.dict(beside.OPS, {"swiglu": beside.OPS["swiglu"]._replace(ours=lambda gate, up: gate * up)}):
-        assert beside.main(["--ops", "swiglu", "--sizes", "4096", "--budget", "0.001"]) == 1
-    assert "swiglu is" in capsys.readouterr().err
+        said = printed(beside.main, "--ops", "swiglu", "--sizes", "4096", "--budget", "0.001", status=1)
+    assert "swiglu is" in said.err
     peers = {"liger": ("json", lambda m: m.LigerSiLUMulFunction.apply), "quack": ("no_such_module", lambda m: m)}
     found, refused = beside.functions(beside.OPS["swiglu"]._replace(peers=peers))
     assert [*found] == [beside.OURS, beside.TORCH] and "LigerSiLUMulFunction" in refused["liger"]
 
 
-def test_a_run_that_is_cut_leaves_the_cases_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_that_is_cut_leaves_the_cases_before(tmp_path: Path, printed: Callable[..., Any]):
     kept, case = tmp_path / "found.json", beside.measure("swiglu", 4096, torch.device("cpu"), 0.001)
     asked = ["--ops", "swiglu", "--sizes", "4096", "8192", "--budget", "0.001", "--json", str(kept)]
     with mock.patch.object(beside, "measure", side_effect=[case, KeyboardInterrupt]), pytest.raises(KeyboardInterrupt):
         beside.main(asked)
     assert json.loads(kept.read_text())["unfinished"] and [*tmp_path.iterdir()] == [kept]
-    assert beside.main(["--from-json", str(kept)]) == 0
-    assert "| swiglu, forward | 4,096 |" in capsys.readouterr().out
+    assert "| swiglu, forward | 4,096 |" in printed(beside.main, "--from-json", kept).out
 
 
 @pytest.mark.parametrize("name", beside.OPS)
@@ -153,10 +150,10 @@ def test_flashinfer_bench_s_reference_and_our_solution_agree(tmp_path: Path) -> 
     assert found == 3
 
 
-def test_every_plain_case_has_a_place(tmp_path, capsys):
+def test_every_plain_case_has_a_place(tmp_path, printed):
     for name in export.FORMATS:
-        assert bench.main(["--preset", "dense", "decode", "--export", name, str(tmp_path / name)]) == 0
-        assert "no place" not in capsys.readouterr().out
+        said = printed(bench.main, "--preset", "dense", "decode", "--export", name, tmp_path / name)
+        assert "no place" not in said.out
     workloads = [line for file in tmp_path.rglob("*.jsonl") for line in file.read_text().splitlines()]
     assert len(workloads) == len(select_cases(["dense", "decode"]))
 
@@ -212,14 +209,14 @@ def test_host_times_are_of_calls_that_compute_the_same() -> None:
             assert len(found) > 1 and all(torch.equal(x, found[0]) for x in found), said
 
 
-def test_a_surface_is_held_to_its_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_surface_is_held_to_its_bar(tmp_path: Path, printed: Callable[..., Any]) -> None:
     host_us = {
         f"{surfaces.SECTION}nothing": {"attention": 10.0, "torch SDPA": 19.0, "comfyui": 16.5, "vLLM": 16.0},
         "a new length at each call: growing decode, ours": {"p50": 60.0, "p99": 150.0},
     }
     (tmp_path / "kept.json").write_text(json.dumps({"machine": {"gpu": "x"}, "host_us": host_us}))
-    assert host_time.main(["--from-json", str(tmp_path / "kept.json")]) == 0
-    cells = [" ".join(line.replace("|", " ").split()) for line in capsys.readouterr().out.splitlines()]
+    text = printed(host_time.main, "--from-json", tmp_path / "kept.json").out
+    cells = [" ".join(line.replace("|", " ").split()) for line in text.splitlines()]
     told = ["attention 10.00", "torch SDPA 19.00 +9.00 10, met", "comfyui 16.50 +6.50 6, missed"]
     told += ["vLLM 16.00 +6.00 6, met", "p50 60.00", "p99 150.00"]
     assert [line.endswith(end) for line, end in zip(cells[2:-1], told, strict=True)] == [True] * 6

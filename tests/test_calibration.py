@@ -406,15 +406,11 @@ def test_the_shipped_costs_find_the_row_that_was_measured_to_be_the_fastest():
             assert choose.predicted_us(chosen, problem, h200) == pytest.approx(measured, rel=0.2)
 
 
-def test_uncalibrated_picks_fail_and_calibrated_ones_pass(hermetic, tmp_path, capsys, monkeypatch):
-    def told(main: Callable[[list[str]], int], status: int, *arguments: object) -> str:
-        assert main([str(argument) for argument in arguments]) == status
-        return capsys.readouterr().out
-
+def test_uncalibrated_picks_fail_and_calibrated_ones_pass(hermetic, tmp_path, printed, monkeypatch):
     gpu, path = fake_gpu(monkeypatch, noise=0.0, seed=3), store.user_file(L4.name, cutlass_fmha.__version__)
     monkeypatch.setattr(problems, "DRAWN", 12)
     out, timings, table, again = (tmp_path / name for name in ("out.json", "t.json", "holdout.md", "again.json"))
-    text = told(holdout.main, 1, "--problems", 60, "--with-calibration", 2, "--output", out)
+    text = printed(holdout.main, "--problems", 60, "--with-calibration", 2, "--output", out, status=1).out
     assert "of 60 picks are within 5% of the best row (95% are required)" in text
     assert "Costs: the default for GPUs that were never measured" in text
     content, taken = json.loads(out.read_text()), measurements.load(out)
@@ -422,22 +418,21 @@ def test_uncalibrated_picks_fail_and_calibrated_ones_pass(hermetic, tmp_path, ca
     shapes = {problems.shape(each.problem) for each in taken.calibration}
     assert taken.seed == 1 and shapes and shapes.isdisjoint(problems.shape(each.problem) for each in taken.holdout)
     gpu.launches.clear()
-    text = told(command.main, 0, "--report", "--timings", timings)
+    text = printed(command.main, "--report", "--timings", timings).out
     assert f"kept in {path}" in text and gpu.launches and "of the picks are within 5% of the best row" in text
     assert all(f"\n{row.name} " in "\n" + text for row in BUILD.rows if not row.takes_features)
     assert (kept := store.for_device(L4)).origin == f"measured on this machine, {path}"
-    text = told(holdout.main, 0, "--evaluate", out, "--markdown", table)
+    text = printed(holdout.main, "--evaluate", out, "--markdown", table).out
     assert text.removesuffix("\n") == table.read_text() and str(tmp_path) not in text  # what is committed names no path
     assert f"Costs: measured on NVIDIA L4, {taken.machine.date[:10]}, cutlass_fmha " in text
     assert all(re.search(rf"\n\| +{head_dim} +\| +20 +\|", text) for head_dim in (32, 64, 128))
-    told(command.main, 0, "--from-timings", timings, "--output", again)
+    printed(command.main, "--from-timings", timings, "--output", again)
     assert store.loads(again.read_text(), "").rows.keys() == kept.rows.keys()
 
 
-def test_what_could_not_be_used_is_refused_in_a_sentence(capsys, monkeypatch, tmp_path):
+def test_what_could_not_be_used_is_refused_in_a_sentence(printed, monkeypatch, tmp_path):
     def refused(main: Callable[[list[str]], int], *arguments: str) -> str:
-        assert main(list(arguments)) == 1
-        said = capsys.readouterr().err
+        said: str = printed(main, *arguments, status=1).err
         assert said.startswith(f"{'holdout' if main is holdout.main else 'calibrate'}: ") and said.count("\n") == 1
         return said
 
@@ -457,7 +452,7 @@ def test_what_could_not_be_used_is_refused_in_a_sentence(capsys, monkeypatch, tm
     assert "holds rows for sm_120 only, none of which NVIDIA L4" in refused(command.main)
 
 
-def test_explain_measures_every_eligible_row(monkeypatch, capsys):
+def test_explain_measures_every_eligible_row(monkeypatch, printed):
     gpu = fake_gpu(monkeypatch, noise=0.0)
     slow = "fwd_sm89_f16_d64_m256n64w8"
     asked = {"shape": (1, 512, 8, 64), "dtype": "float16", "measure": True}
@@ -470,8 +465,7 @@ def test_explain_measures_every_eligible_row(monkeypatch, capsys):
     found = cutlass_fmha.explain(**asked)
     assert found.winner != slow and found.lost == pytest.approx(1 / 3)
     assert str(found).endswith(f"measured: {slow} is the fastest; the row that runs takes 33.3% longer")
-    assert cli.main(["explain", "--shape", "1,512,8,64", "--dtype", "float16", "--measure"]) == 0
-    text = capsys.readouterr().out
+    text = printed(cli.main, "explain", "--shape", "1,512,8,64", "--dtype", "float16", "--measure").out
     assert "  measured\n" in text and "       40.0 us  eligible\n" in text
     forced = cutlass_fmha.explain(**asked, row=slow)
     assert forced.lost == 0 and str(forced).endswith("measured: no eligible row is faster")

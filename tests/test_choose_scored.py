@@ -427,7 +427,7 @@ def test_a_refusal_is_short_counts_every_row_and_its_advice_works(problem, gpu, 
         assert ways_out
 
 
-def test_advice(capsys, monkeypatch):
+def test_advice(printed, monkeypatch):
     problem, align = Problem(1, 128, 128, 8, 8, 64, "bfloat16"), "align pointers and strides to 16 bytes"
     blocked = replace(problem, features=("block_mask",), block_mask=(96, 96))
     for asked, advice in (
@@ -444,6 +444,6 @@ def test_advice(capsys, monkeypatch):
     monkeypatch.setattr(tables, "this_build", lambda: BUILD)
     with pytest.raises(UnsupportedError, match=r"all_rows=True; or `python -m .* explain` with --all$"):
         choose.choose(replace(problem, head_dim=320, features=("softcap",)), PRESETS["l4"])
-    assert cli.main(["explain", "--shape", "1,128,8,320", "--features", "softcap", "--device", "l4", "--all"]) == 1
-    out = capsys.readouterr().out
+    asked = ("explain", "--shape", "1,128,8,320", "--features", "softcap", "--device", "l4", "--all")
+    out = printed(cli.main, *asked, status=1).out
     assert all(f" {row.name} " in out for row in BUILD.rows)

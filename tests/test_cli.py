@@ -39,16 +39,12 @@ def build(monkeypatch, hermetic):
     return build
 
 
-def run(capsys, *arguments: str) -> tuple[int, str]:
-    return cli.main(list(arguments)), capsys.readouterr().out
-
-
-def test_info_tells_of_the_build_of_devices_and_of_a_driver_that_is_too_old(capsys, refused, build, monkeypatch):
+def test_info_tells_of_the_build_of_devices_and_of_a_driver_that_is_too_old(printed, refused, build, monkeypatch):
     gpus = (L4, device.Device("NVIDIA T4", (7, 5), 40, 64 * 1024), device.PRESETS["gb10"])
     monkeypatch.setattr(_C, "device_count", lambda: len(gpus))
     monkeypatch.setattr(_C, "driver_version", lambda: 13000)
     monkeypatch.setattr(device, "of_index", lambda index: gpus[index])
-    _, out = run(capsys, "info", "--rows")
+    out = printed(cli.main, "info", "--rows").out
     info = _C.build_info()
     cuda = f" CUDA {info['cuda_version']}" if info["cuda"] else "out CUDA (CUTLASS_FMHA_CUDA=OFF): the CPU backend only"
     for line in (
@@ -63,10 +59,9 @@ def test_info_tells_of_the_build_of_devices_and_of_a_driver_that_is_too_old(caps
     assert all(re.search(rf"\n{row.name} +{row.smem_bytes} ", out) for row in build.rows)
     assert re.search(r"sm_120: 42 rows of the forward, \d+ of the backward, compiled for sm_120f\n", out)
     monkeypatch.setattr(_C, "device_count", Mock(side_effect=RuntimeError("the NVIDIA driver is too old: it supports")))
-    status, out = run(capsys, "info")
-    assert status == 0 and "devices: none, the NVIDIA driver is too old" in out
+    assert "devices: none, the NVIDIA driver is too old" in printed(cli.main, "info").out
     assert "error: the NVIDIA driver is too old" in refused(cli.main, "explain", "--shape", "1,8,2,64")
-    assert run(capsys, "explain", "--shape", "1,8,2,64", "--device", "l4")[0] == 0
+    assert cli.main(["explain", "--shape", "1,8,2,64", "--device", "l4"]) == 0
 
 
 LARGE = "2,8192,16,128 --kv-heads 4 --seqlen-k 4096 --causal --dtype float16 --device l4"
@@ -79,7 +74,7 @@ LARGE_TOLD = [
 FORCED = "fwd_sm90_bf16_d64_m256n64w8"
 
 
-def test_explain_says_what_runs(capsys, build, monkeypatch):
+def test_explain_says_what_runs(printed, build, monkeypatch):
     monkeypatch.setattr(_C, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, status, told in (
@@ -98,13 +93,9 @@ def test_explain_says_what_runs(capsys, build, monkeypatch):
         ("--shape 1,2,4,64 --causal left", 2, ["invalid choice: 'left'"]),
         ("--shape 1,2,4,64 --row x --device l4", 2, ["'x' is not a row of this build; `python -m"]),
     ):
-        try:
-            found = cli.main(["explain", *arguments.split()])
-        except SystemExit as left:
-            found = left.code
-        printed = capsys.readouterr()
-        assert found == status and all(part in printed[status == 2] for part in told), arguments
-        assert not printed[status != 2] or status == 1
+        found = printed(cli.main, "explain", *arguments.split(), status=status)
+        assert all(part in found[status == 2] for part in told), arguments
+        assert not found[status != 2] or status == 1
 
 
 #: What answers quickly where there is no GPU, and what the answer has.
@@ -120,15 +111,12 @@ JSON = {
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_a_command_has_help_and_answers_in_json(command: str, capsys, refused, tmp_path, monkeypatch):
+def test_a_command_has_help_and_answers_in_json(command: str, printed, refused, tmp_path, monkeypatch):
     """Which is all of stdout, or goes to a file."""
     assert "invalid choice: 'tune'" in refused(cli.main, "tune")
-    status, out = run(capsys)
-    assert status == 0 and re.search(rf"\n    {command}\s", out)
-    with pytest.raises(SystemExit) as done:
-        cli.main([command, "--help"])
-    out = capsys.readouterr().out
-    assert done.value.code == 0 and out.startswith(f"usage: cutlass-fmha {command} ") and "--json" in out
+    assert re.search(rf"\n    {command}\s", printed(cli.main).out)
+    out = printed(cli.main, command, "--help").out
+    assert out.startswith(f"usage: cutlass-fmha {command} ") and "--json" in out
     arguments, keys = JSON[command]
     if command == "calibrate":
         machine = SimpleNamespace(gpu=L4.name, package="1", device=L4)
@@ -140,18 +128,15 @@ def test_a_command_has_help_and_answers_in_json(command: str, capsys, refused, t
         monkeypatch.setattr(session, "run", lambda quiet, **_: (quiet or print("hello"), fake)[1])
     given = [command, *arguments, "--json"]
     monkeypatch.chdir(tmp_path)
-    assert cli.main(given) == 0
-    assert keys <= set(json.loads(capsys.readouterr().out))
-    assert cli.main([*given, str(tmp_path / "new" / "answer.json")]) == 0
-    text = capsys.readouterr().out
+    assert keys <= set(json.loads(printed(cli.main, *given).out))
+    text = printed(cli.main, *given, tmp_path / "new" / "answer.json").out
     assert text and not text.startswith("{")
     assert keys <= set(json.loads((tmp_path / "new" / "answer.json").read_text()))
 
 
-def test_parity_fails_on_a_wrong_result_and_takes_every_row_that_can_run_a_case(capsys, refused, monkeypatch, build):
+def test_parity_fails_on_a_wrong_result_and_takes_every_row_that_can_run_a_case(printed, refused, monkeypatch, build):
     monkeypatch.setattr(parity, "ours", lambda case, row: lambda q, k, v: torch.zeros_like(q))
-    assert cli.main(["parity", "--device", "cpu", "--case", "d64_bf16"]) == 1
-    out, err = capsys.readouterr()
+    out, err = printed(cli.main, "parity", "--device", "cpu", "--case", "d64_bf16", status=1)
     assert "problems, " in out and "parity: wrong result: b2_h4-2_s257_d64_bf16, the CPU backend" in err
     assert "no case has that in its name" in refused(cli.main, "parity", "--case", "no such")
     assert "--device nowhere: " in refused(cli.main, "parity", "--device", "nowhere")
@@ -167,18 +152,19 @@ def shown(capsys, *parts: Any) -> str:
     return capsys.readouterr().out
 
 
-def test_tables_are_drawn_by_rich_on_a_terminal_plain_elsewhere_and_no_number_is_cut(capsys, monkeypatch):
+def test_tables_are_drawn_by_rich_on_a_terminal_plain_elsewhere_and_no_number_is_cut(capsys, printed, monkeypatch):
     table = output.Table(["row", "us"], [["a [b]", "12.5"]])
     plain = shown(capsys, "what: [1]", table)
     assert plain == "what: [1]\nrow      us\n-----  ----\na [b]  12.5\n"
     recorded = str(ROOT / "benchmarks/results/h200.json")
     asked = ("bench", "--preset", "b2_h16_s8192_d128_bf16", "--from-json", recorded)
-    wide = next(line for line in run(capsys, *asked)[1].splitlines() if line.startswith("B2 H16"))
+    wide = next(line for line in printed(cli.main, *asked).out.splitlines() if line.startswith("B2 H16"))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     drawn = shown(capsys, "what: [1]", table)
     assert "─────" in drawn and "what: [1]" in drawn and "a [b]" in drawn and "----" not in drawn
-    assert wide in (out := run(capsys, *asked)[1]).splitlines() and "…" not in out  # plain: rich has no room for it
+    out = printed(cli.main, *asked).out
+    assert wide in out.splitlines() and "…" not in out  # plain: rich has no room for it
     long = output.Table(["case", "us"], [["so many words " * 9, "12345.5"]])
     remarked = output.Table(["row", "us", ""], [["a_row" * 9, "12345.5", "so many words " * 9]], remarks=True)
     for drawn in (shown(capsys, long), shown(capsys, remarked)):

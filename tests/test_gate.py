@@ -111,7 +111,7 @@ def test_a_long_run_counts_what_it_drew(kernels: FakeKernels, tmp_path):
     assert (again["features"], again["rows"]) == (content["features"], content["rows"])
 
 
-def test_a_mismatch_ends_a_run_with_the_line_that_repeats_it(kernels: FakeKernels, monkeypatch, capsys):
+def test_a_mismatch_ends_a_run_with_the_line_that_repeats_it(kernels: FakeKernels, monkeypatch, printed):
     right = kernels.features
 
     def wrong(params, dtype):
@@ -119,14 +119,12 @@ def test_a_mismatch_ends_a_run_with_the_line_that_repeats_it(kernels: FakeKernel
         return found | {"softcap": found["softcap"] * 1.5}
 
     monkeypatch.setattr(kernels, "features", wrong)
-    assert parity_run.main([*ALONE, "--problems", "100"]) == 1
-    failure = capsys.readouterr().err
+    failure = printed(parity_run.main, *ALONE, "--problems", "100", status=1).err
     line = re.search(r"python tools/parity_run.py --rows (\S+) --problem '(.*)'", failure)
     assert line is not None and '"softcap": 0.0' not in line[2]
     assert parity_run.main(["--rows", line[1], "--problem", line[2]]) == 1
     monkeypatch.setattr(kernels, "features", right)
-    assert parity_run.main(["--rows", line[1], "--problem", line[2]]) == 0
-    assert "agrees on 1 rows" in capsys.readouterr().out
+    assert "agrees on 1 rows" in printed(parity_run.main, "--rows", line[1], "--problem", line[2]).out
 
 
 #: Of each op what a fault changes: of which name, and what it makes of it.
@@ -142,7 +140,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("op", FAULTS)
-def test_a_fault_beside_attention_ends_a_run(kernels: FakeKernels, monkeypatch, tmp_path, capsys, op: str):
+def test_a_fault_beside_attention_ends_a_run(kernels: FakeKernels, monkeypatch, tmp_path, printed, op: str):
     said = ["--beside", "--rows", f"^{op}$", "--problems", "60", "--seed", "3"]
     status, content = reports(tmp_path, said)
     assert status == 0 and content["passed"] and content["rows"] == {op: 60} and content["ratios"][op] <= 1
@@ -150,13 +148,12 @@ def test_a_fault_beside_attention_ends_a_run(kernels: FakeKernels, monkeypatch, 
     name, wrong = FAULTS[op]
     with monkeypatch.context() as planted:
         planted.setattr(name, wrong(pkgutil.resolve_name(name)))
-        assert parity_run.main([*ALONE, *said]) == 1
-        line = shlex.split(capsys.readouterr().err.splitlines()[-1])
+        line = shlex.split(printed(parity_run.main, *ALONE, *said, status=1).err.splitlines()[-1])
         assert line[:2] == ["python", "tools/parity_run.py"] and parity_run.main(line[2:]) == 1
     assert parity_run.main(line[2:]) == 0
 
 
-def test_a_run_that_its_time_or_a_death_ends_has_not_passed(kernels: FakeKernels, monkeypatch, tmp_path, capsys):
+def test_a_run_that_its_time_or_a_death_ends_has_not_passed(kernels, monkeypatch, tmp_path, capsys, printed):
     now = itertools.count(0.0, 0.5)
     clock = SimpleNamespace(time=lambda: next(now), perf_counter=lambda: 0.0)
     monkeypatch.setattr(parity_run, "time", clock)
@@ -168,8 +165,7 @@ def test_a_run_that_its_time_or_a_death_ends_has_not_passed(kernels: FakeKernels
     reports(tmp_path, ["--gradients", "--seconds", "0"])
     assert len(list(tmp_path.glob("*.json"))) == 2  # neither report takes the other's place
     monkeypatch.setattr(torch, "set_num_threads", os._exit)  # what each process begins with
-    assert parity_run.main(["--problems", "2", "--processes", "2"]) == 1
-    assert "a process died" in capsys.readouterr().err
+    assert "a process died" in printed(parity_run.main, "--problems", "2", "--processes", "2", status=1).err
 
 
 def test_a_report_names_the_problem_whose_error_is_no_number():
@@ -181,14 +177,13 @@ def test_a_report_names_the_problem_whose_error_is_no_number():
     assert (report.rows["row"].worst_problem, report.rows["row"].out_ratio) == ("wrong by nan", math.inf)
 
 
-def test_a_machine_that_can_run_nothing_says_so(monkeypatch, capsys, tmp_path):
+def test_a_machine_that_can_run_nothing_says_so(monkeypatch, printed, tmp_path):
     monkeypatch.setattr(gpu, "unusable", lambda: "there is no GPU")
-    assert parity_run.main([]) == 2
-    assert capsys.readouterr().err == "parity_run: there is no GPU\n"
+    assert printed(parity_run.main, status=2).err == "parity_run: there is no GPU\n"
     monkeypatch.setattr(gpu, "unusable", lambda: None)
     monkeypatch.setattr(gpu, "other_sources", lambda: "built from others")
-    assert parity_run.main(["--report", str(tmp_path)]) == 2 and not [*tmp_path.iterdir()]
-    assert "built from others" in capsys.readouterr().err
+    said = printed(parity_run.main, "--report", tmp_path, status=2).err
+    assert "built from others" in said and not [*tmp_path.iterdir()]
     monkeypatch.setattr(gpu, "scored_rows", list)
-    assert parity_run.main(["--rows", "d7"]) == 2
-    assert "no scored row under test has 'd7' in its name" in capsys.readouterr().err
+    said = printed(parity_run.main, "--rows", "d7", status=2).err
+    assert "no scored row under test has 'd7' in its name" in said

@@ -392,7 +392,7 @@ def test_what_is_no_workspace_and_can_not_be_planned():
             (Workspace if "size" in said else memory_plan)(**said)
 
 
-def test_the_guide_and_the_command_tell_what_is_computed(capsys, monkeypatch, refused):
+def test_the_guide_and_the_command_tell_what_is_computed(printed, monkeypatch, refused):
     text = MEMORY.read_text()
     example, _ = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     exec(compile(example, str(MEMORY), "exec"), names := {})
@@ -401,24 +401,20 @@ def test_the_guide_and_the_command_tell_what_is_computed(capsys, monkeypatch, re
     # Gradients included, from 2048 tokens on, of all three models.
     assert all(command.of_model(name, 2048, "l4", True).share_saved >= 0.7 for name in command.MODELS)
 
-    def told(asked: str) -> str:
-        capsys.readouterr()
-        assert main(["memory", *asked.split()]) == 0
-        return capsys.readouterr().out
-
-    assert told("--shape 2,300,4,64 --kv-heads 2 --causal --device l4 --backward") == f"{memory_plan(**SHAPE)}\n"
+    asked = ("--shape", "2,300,4,64", "--kv-heads", "2", "--causal", "--device", "l4", "--backward")
+    assert printed(main, "memory", *asked).out == f"{memory_plan(**SHAPE)}\n"
     monkeypatch.setattr(command, "LENGTHS", (512,))
     monkeypatch.setattr(command, "GPUS", ("l4",))
-    found = json.loads(told("--table --json"))
+    found = json.loads(printed(main, "memory", "--table", "--json").out)
     (saved,), (fits,) = found["share_saved"], found["longest"]
     share = saved["models"]["GPT-2"]["with_backward"]
     assert saved["tokens"] == 512 and share == command.of_model("GPT-2", 512, "l4", True).share_saved
     assert (fits["gpu"], fits["gb"]) == ("L4", 24)
     tokens = fits["models"]["Llama 3 8B"]
     assert tokens == {x: command.longest("Llama 3 8B", "l4", 24 * 10**9, x == "unfused") for x in ("fused", "unfused")}
-    assert "| --- |" in told("--table")
+    assert "| --- |" in printed(main, "memory", "--table").out
     assert "--table takes no --device, --kv-heads" in refused(command.main, "--table", "--kv-heads=2", "--device=l4")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    drawn = told("--table")
+    drawn = printed(main, "memory", "--table").out
     assert "─────" in drawn and "|" not in drawn and f"{tokens['fused']:,} / {tokens['unfused']:,} " in drawn

@@ -1,7 +1,6 @@
 """tools/profile_row.py: what Nsight Compute writes is read and shown."""
 
 import json
-from typing import Any
 
 import profile_row
 import pytest
@@ -24,21 +23,20 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def test_a_recorded_csv_is_shown_beside_what_the_machine_code_lets_expect(tmp_path, capsys):
+def test_a_recorded_csv_is_shown_beside_what_the_machine_code_lets_expect(tmp_path, printed):
     lines = [COLUMNS, *zip(*COLUMNS.values(), strict=True)]
     table = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
     file = tmp_path / "ncu.csv"
     file.write_text(f'==PROF== Profiling "{ROW}": 0%....50%....100% - 9 passes\n{table}\n==PROF== Disconnected\n')
-    assert profile_row.main(["--csv", str(file)]) == 0
-    shown = {line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()}
+    lines = printed(profile_row.main, "--csv", file).out.splitlines()
+    shown = {line.split("  ")[0]: line.split()[-2:] for line in lines}
     assert shown["time under ncu, us"] == ["9,500.0", "-"]
     assert shown["tensor pipe active, %"] == ["88.2", "100.0"]
     assert shown["tensor ops (HMMA) active, %"] == ["-", "-"]
     assert shown["registers per thread"] == ["255.0", "255.0"]
     assert shown["shared memory per block, bytes"] == ["99,696.0", "99,696.0"]
     assert shown["occupancy possible, %"] == ["-", "16.7"], "one block of 8 warps of 48"
-    assert profile_row.main(["--csv", str(file), "--json"]) == 0
-    [kernel] = json.loads(capsys.readouterr().out)["kernels"]
+    [kernel] = json.loads(printed(profile_row.main, "--csv", file, "--json").out)["kernels"]
     assert list(kernel["stalls"]) == [
         "math_pipe_throttle", "wait", "barrier", "long_scoreboard", "mio_throttle"
     ]  # fmt: skip
@@ -67,13 +65,7 @@ def test_the_busiest_pipe_is_that_of_the_gpu_and_other_kernels_have_no_expectati
         (["b2_h16_s8192_d128_bf16", "--once"], 1, "a GPU is timed"),
     ],
 )
-def test_what_cannot_be_profiled_is_named(
-    arguments: list[str], status: int, sentence: str, monkeypatch, capsys
-) -> None:
+def test_what_cannot_be_profiled_is_named(arguments, status, sentence, monkeypatch, printed) -> None:
     monkeypatch.setattr(profile_row.shutil, "which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    try:
-        left: Any = profile_row.main(arguments)
-    except SystemExit as exit:
-        left = exit.code
-    assert left == status and sentence in capsys.readouterr().err
+    assert sentence in printed(profile_row.main, *arguments, status=status).err

@@ -178,22 +178,20 @@ def test_what_counts_as_a_clean_sanitizer_run():
         assert found is None if expected is None else expected in str(found), output
 
 
-def test_a_sanitizer_that_is_missing_or_finds_something_fails(tmp_path, monkeypatch, capfd):
+def test_a_sanitizer_that_is_missing_or_finds_something_fails(tmp_path, monkeypatch, printed):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert sanitize.main(["--tool", "memcheck"]) == 1
-    assert "compute-sanitizer was not found" in capfd.readouterr().out
+    assert "compute-sanitizer was not found" in printed(sanitize.main, "--tool", "memcheck", status=1).out
     script = '#!/bin/sh\n[ "$2" = memcheck ] || SUMMARY="ERROR SUMMARY: 0 errors"\necho "$SUMMARY $@"\n'
     (program := tmp_path / "compute-sanitizer").write_text(script)
     program.chmod(0o755)
     for summary, status in (("ERROR SUMMARY: 0 errors", 0), ("RACECHECK SUMMARY: 2 hazards", 1), ("", 1)):
         monkeypatch.setenv("SUMMARY", summary)
-        assert sanitize.main(["--tool", "all", "--rows", "d64"]) == status
-        output = capfd.readouterr().out
+        output = printed(sanitize.main, "--tool", "all", "--rows", "d64", status=status).out
         assert all(f"--tool {tool}" in output for tool in sanitize.TOOLS)
         assert output.count("--rows d64") == len(sanitize.TOOLS) and "--without _tma --rows d64" in output
 
 
-def test_a_run_tells_which_kernels_its_parts_and_its_time_reached(monkeypatch: pytest.MonkeyPatch, capfd):
+def test_a_run_tells_which_kernels_its_parts_and_its_time_reached(monkeypatch: pytest.MonkeyPatch, printed):
     problems = {"two": range(2), "none": (), "three": range(3)}
     kernels = {name: lambda own=own: iter(own) for name, own in problems.items()}
     monkeypatch.setitem(sys.modules, "small_problems", SimpleNamespace(kernels=lambda: kernels))
@@ -207,8 +205,7 @@ def test_a_run_tells_which_kernels_its_parts_and_its_time_reached(monkeypatch: p
     ):
         clock = itertools.count()
         monkeypatch.setattr(sanitize, "time", SimpleNamespace(monotonic=lambda clock=clock: next(clock)))
-        assert sanitize.main(asked.split()) == status
-        assert capfd.readouterr().out.endswith(told)
+        assert printed(sanitize.main, *asked.split(), status=status).out.endswith(told)
 
 
 @pytest.mark.skipif(not _C.build_info()["cuda"], reason="this build has no kernels")
@@ -221,7 +218,7 @@ def test_every_kernel_has_problems_for_the_sanitizer(monkeypatch: pytest.MonkeyP
         assert set(small_problems.kernels()) == {row.name for row in rows if row.arch == arch}
 
 
-def test_a_release_that_calls_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_release_that_calls_otherwise_is_told(tmp_path: Path, printed: Callable[..., Any]):
     wheel, module, stand_ins = tmp_path / "vllm-0.whl", "vllm/v1/attention/backend.py", check_engines.STAND_INS
     texts = {x.relative_to(stand_ins).as_posix(): x.read_text() for x in stand_ins.rglob("*.py")}
     changed = (
@@ -236,15 +233,14 @@ def test_a_release_that_calls_otherwise_is_told(tmp_path: Path, capsys: pytest.C
         with zipfile.ZipFile(wheel, "w") as release:
             for name, text in texts.items():
                 release.writestr(name, text)
-        assert check_engines.main([str(wheel)]) == bool(changes)
-    told = capsys.readouterr().out
+        told = printed(check_engines.main, wheel, status=bool(changes)).out
     assert all(line in told for *_, line in changed)
     (tmp_path / "flash_attn").mkdir()
     text = (check_engines.FLASH_ATTN / "bert_padding.py").read_text()
     for own in (text, text.replace("batch:", "sizes:")):
         (tmp_path / "flash_attn" / "bert_padding.py").write_text(own)
-        assert check_engines.main([str(tmp_path)]) == (own != text)
-    assert "pad_input is a function of hidden_states, indices, sizes, seqlen, not" in capsys.readouterr().out
+        told = printed(check_engines.main, tmp_path, status=own != text).out
+    assert "pad_input is a function of hidden_states, indices, sizes, seqlen, not" in told
 
 
 def test_a_failed_build_ends_with_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

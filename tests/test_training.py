@@ -361,16 +361,14 @@ def test_two_processes_average_their_gradients(one: Callable[..., None], tmp_pat
 
 
 def test_all_ways_learn_the_same_and_a_wrong_kernel_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], printed: Any, refused: Any
 ):
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1] / "examples")
     module = importlib.import_module("train_gpt")
     monkeypatch.setitem(module.SIZES, "tiny", module.Size(1, 2, 16, 64, 4, 40, 2e-2))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for few in ("0", "2"):
-        with pytest.raises(SystemExit):
-            module.main(["--steps", few])
-        assert f"--steps must be 3 or more, got {few}" in capsys.readouterr().err
+        assert f"--steps must be 3 or more, got {few}" in refused(module.main, "--steps", few)
     train = functools.partial(module.main, ["--seeds", "0", "1", "--output", str(tmp_path / "result")])
     status, found = train(), json.loads((tmp_path / "result.json").read_text())
     assert [(each["seed"], each["way"]) for each in found["runs"]] == [(s, w) for s in (0, 1) for w in module.WAYS]
@@ -383,8 +381,8 @@ def test_all_ways_learn_the_same_and_a_wrong_kernel_is_noticed(
     parts = [tmp_path / "cut.json", tmp_path / "again.json"]  # one that was cut, and what was run again
     for path, runs in zip(parts, (found["runs"][:5], found["runs"][3:]), strict=True):
         path.write_text(json.dumps({**found, "runs": runs}))
-    assert module.main(["--from-json", *map(str, parts), "--output", str(tmp_path / "joined")]) == 0
-    assert capsys.readouterr().out.strip() == table.strip()
+    joined = printed(module.main, "--from-json", *parts, "--output", tmp_path / "joined").out
+    assert joined.strip() == table.strip()
     assert (tmp_path / "joined.png").exists() and json.loads((tmp_path / "joined.json").read_text()) == found
     parts[1].write_text(json.dumps({**found, "steps": 41}))
     with pytest.raises(SystemExit, match="differ in more than their runs"):

@@ -296,26 +296,23 @@ def test_what_is_no_leaderboard_or_of_something_else_is_refused(board: Leaderboa
     assert Leaderboard.resume(board.path, ABOUT, board.targets).entries == []
 
 
-def test_the_report_and_a_dry_run_are_the_same_for_programs(board: Leaderboard, capsys: pytest.CaptureFixture[str]):
-    def told(*arguments: object) -> str:
-        assert tune.main([str(argument) for argument in arguments]) == 0
-        return capsys.readouterr().out
-
+def test_the_report_and_a_dry_run_are_the_same_for_programs(board: Leaderboard, printed: Any):
+    told = partial(printed, tune.main)
     Fake(us=lambda c, run: 99.0).search(board, per_round=20)
     best = search.Entry("d64-x", replace(INCUMBENT, stages=3))
     for _ in range(2):
         best.see(Sighting({SHORT.name: 90.0}, {SHORT.name: {INCUMBENT.key: 100.0}}))
     board.entries.append(best)
     board.save()
-    text = told("--report", "--leaderboard", board.path)
+    text = told("--report", "--leaderboard", board.path).out
     assert "gpu a GPU, arch 90" in text and "21 candidates" in text and "; 12 of 21 that ran" in text
     (first,) = [line for line in text.splitlines() if line.startswith("accepted ")]
     assert best.candidate.key in first and " 1.111x " in first
     assert text.splitlines()[-1] == f'fmha_forward("90" "f16;bf16" {best.candidate.key})'
-    assert told("--report", "--leaderboard", board.path, "--json") == board.path.read_text()
+    assert told("--report", "--leaderboard", board.path, "--json").out == board.path.read_text()
     asked = ("--dry-run", "--arch", 90, "--head-dim", 64)
-    ((name, lines),) = json.loads(told(*asked, "--json")).items()
-    assert told(*asked).splitlines() == lines and lines[0].startswith(f"# {name}: ")
+    ((name, lines),) = json.loads(told(*asked, "--json").out).items()
+    assert told(*asked).out.splitlines() == lines and lines[0].startswith(f"# {name}: ")
     assert [line.partition("(")[0] for line in lines[1:]] == ["fmha_forward"] * 8
 
 
@@ -327,16 +324,12 @@ def test_the_report_and_a_dry_run_are_the_same_for_programs(board: Leaderboard, 
     ("--report --leaderboard nowhere.json", 0, 1, "can't be read"), ("--head-dim 64", 0, 1, "a search needs a GPU"),
     ("--head-dim 64", 1, 1, "is of other sources: make build"),  # whose rows are to be beaten
 ])  # fmt: skip
-def test_a_request_that_cannot_be_followed_is_told(arguments, gpus, status, sentence, refused, capsys, monkeypatch):
+def test_a_request_that_cannot_be_followed_is_told(arguments, gpus, status, sentence, printed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(tune.devices, "of_index", lambda index: PRESETS["h200"])
     monkeypatch.setattr(tune, "source_hash", lambda: "other")
-    if status == 2:
-        assert sentence in refused(tune.main, *arguments.split())
-    else:
-        assert tune.main(arguments.split()) == 1
-        error = capsys.readouterr().err
-        assert error.startswith("tune: ") and error.count("\n") == 1 and sentence in error
+    out, error = printed(tune.main, *arguments.split(), status=status)
+    assert sentence in error and (out == "" if status == 2 else error.startswith("tune: ") and error.count("\n") == 1)
 
 
 @pytest.mark.parametrize(("asked", "passes", "told"), [
@@ -489,23 +482,22 @@ def entry(case: str, row: str, share: float, **more: Any) -> dict[str, Any]:
     return {"family": "plain", "case": case, "row": row, "plain": None, **figures, **more}
 
 
-def test_families_that_are_asked_for_are_told_beside_plain_rows(capsys: pytest.CaptureFixture[str], monkeypatch):
+def test_families_that_are_asked_for_are_told_beside_plain_rows(printed: Any, monkeypatch):
     refused = {"family": "ranged", "case": "packed", "row": "other", "plain": "dense", "reason": "it is odd"}
     entries = [entry("dense", "slow", 0.5), entry("dense", "fast", 0.9)]
     entries += [refused, entry("packed", "ranged", 0.88, family="ranged", plain="dense", error_ratio=float("nan"))]
     found = {"passes": 3, "arch": 89, "machine": {"gpu": "an H200"}, "entries": entries, "stack": {"slow": 64}}
     measure = mock.Mock(side_effect=[found, BuildError("no row of sm_89 of 4 cases")])
     monkeypatch.setattr(emulate, "measure_families", measure)
-    assert emulate.main(["l4", "--families"]) == 0
-    told = capsys.readouterr().out
+    told = printed(emulate.main, "l4", "--families").out
     assert "A MODEL, made of an H200" in told and "divided by 3 passes" in told
     lines = [line.split() for line in told.splitlines()[-4:]]
     assert [line[1] for line in lines] == ["fast", "slow", "ranged", "other"]
     assert lines[1][-4:] == ["64", "B", "of", "stack"]
     assert lines[2][-4:] == ["88.0", "%", "-2.0", "WRONG"] and lines[3][-3:] == ["it", "is", "odd"]
-    assert emulate.main(["rtx4090", "--families", "backward", "wide"]) == 1
-    assert emulate.main(["l4", "--report", "--leaderboard", "nowhere"]) == 1
-    told, of_search = capsys.readouterr().err.splitlines()
-    assert told == "emulate: no row of sm_89 of 4 cases" and of_search.startswith("emulate: nowhere can't be read")
+    told = printed(emulate.main, "rtx4090", "--families", "backward", "wide", status=1).err
+    assert told == "emulate: no row of sm_89 of 4 cases\n"
+    of_search = printed(emulate.main, "l4", "--report", "--leaderboard", "nowhere", status=1).err
+    assert of_search.startswith("emulate: nowhere can't be read") and of_search.count("\n") == 1
     asked = [(*call.args[:2], call.args[3]) for call in measure.call_args_list]
     assert asked == [(89, 3, tuple(emulate.ROWS)), (89, 5, ["backward", "wide"])]
