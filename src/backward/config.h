@@ -32,7 +32,7 @@ struct BackwardConfig : TileConfig, BackwardOptions {
   /// Whether a unit's part of dQ waits in registers until the next one's scores are there: no fragments are read then
   /// for a while, which would stand behind it on their way.
   constexpr bool adds_late() const {
-    return groups && head_dim == 256 && copy == Copy::tma && !scored() && !writes_scores;
+    return groups && head_dim == 256 && copy == Copy::tma && !scored() && !writes_scores && !shares_dq && !whole_dq;
   }
 
   /// Queries that dQ is made of at once.

@@ -37,6 +37,30 @@ CUTE_DEVICE void ask_for(char const* from, uint32_t* run) {
   }
 }
 
+/// Scores of hidden keys become `value`. `seen(row)`: VisibleKeys; `of_run(row, step, hidden)`: of a lane's four keys
+/// of 16, 16 bits for each that is hidden.
+template <ForwardConfig C, class Scores, class Seen, class OfRun = std::nullptr_t>
+CUTE_DEVICE void hide_scores(Scores& scores, Seen const& seen, float value, OfRun const& of_run = {}) {
+  using Order = KeyOrder<C>;
+  CUTE_UNROLL
+  for (int row = 0; row < 2 * ForwardTypes<C>::kRowSteps; ++row) {
+    VisibleKeys const visible = seen(row);
+    CUTE_UNROLL
+    for (int step = 0; step < ForwardTypes<C>::kKeySteps; ++step) {
+      uint32_t hidden[2] = {};
+      CUTE_UNROLL
+      for (int i = 0; i < kMaskRun; ++i) {
+        int const col = 4 * step + i;
+        if (!visible.sees(Order::first(lane_id(), i / 2) + Order::of_column(col))) {
+          scores(row, col) = value;
+          hidden[i / 2] |= 0xffffu << 16 * (i % 2);
+        }
+      }
+      if constexpr (!std::is_null_pointer_v<OfRun>) of_run(row, step, hidden);
+    }
+  }
+}
+
 /// What a launch reads: the walk is compiled for each, so that nothing is asked between scores and exponentials.
 enum class ReadsScores { mask, bias, bits };
 
@@ -47,16 +71,16 @@ struct MaskFragment {
   using Order = KeyOrder<C>;
   static constexpr bool kBias = Kind == ReadsScores::bias;
   static constexpr int kRows = 2 * T::kRowSteps;
-  static constexpr int kWords = kBias ? 2 : 1;  ///< of a run of kMaskRun keys
+  static constexpr int kWords = kBias ? 2 : 1;          ///< of a run of kMaskRun keys
+  static constexpr int kBytes = kWords * 4 / kMaskRun;  ///< of a key
   uint32_t words[kRows][T::kKeySteps][kWords];
 
   /// For rows from `tile_row` on and keys from `key` on. Rows that don't exist read the last one's, and keys beyond the
   /// tensor its last ones'.
   CUTE_DEVICE void ask(FeatureParams const& p, MaskSource const& source, int tile_row, int key) {
-    constexpr int bytes = kWords * 4 / kMaskRun;
     int const lane = lane_id(), in_run = lane % 4 * kMaskRun;
-    char const* const from = (kBias ? source.bias : source.mask) + int64_t(key + in_run) * bytes;
-    uint32_t const stride = (kBias ? p.bias_stride : p.mask_stride).query * bytes;
+    char const* const from = (kBias ? source.bias : source.mask) + int64_t(key + in_run) * kBytes;
+    uint32_t const stride = (kBias ? p.bias_stride : p.mask_stride).query * kBytes;
     char const* rows[kRows];
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
@@ -68,12 +92,12 @@ struct MaskFragment {
       for (int row = 0; row < kRows; ++row) {
         CUTE_UNROLL
         for (int step = 0; step < T::kKeySteps; ++step)
-          ask_for<kWords>(rows[row] + step * 16 * bytes, words[row][step]);
+          ask_for<kWords>(rows[row] + step * 16 * kBytes, words[row][step]);
       }
     } else {
       CUTE_UNROLL
       for (int step = 0; step < T::kKeySteps; ++step) {
-        int const beyond = smaller(16 * step, p.seqlen_k - kMaskRun - key - in_run) * bytes;
+        int const beyond = smaller(16 * step, p.seqlen_k - kMaskRun - key - in_run) * kBytes;
         CUTE_UNROLL
         for (int row = 0; row < kRows; ++row) ask_for<kWords>(rows[row] + beyond, words[row][step]);
       }
@@ -102,30 +126,20 @@ struct MaskFragment {
   /// Whether a lane's columns of every other n8 tile are those of a run's upper keys: MaskedOrder.
   CUTE_DEVICE static bool upper_first() { return lane_id() & 2; }
 
-  /// Of a bias, -inf in place of what is read, and 0 for what may be no number and has a factor still.
+  /// A bias's runs become -inf where a key is hidden, whose score, 0 here, has a factor still.
   template <class Scores, class Seen>
   CUTE_DEVICE void hide_by_range(Scores& scores, Seen const& seen) {
-    constexpr uint32_t infinities = C.dtype == DType::float16 ? 0xfc00fc00u : 0xff80ff80u;
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      VisibleKeys const visible = seen(row);
-      CUTE_UNROLL
-      for (int step = 0; step < T::kKeySteps; ++step) {
-        uint32_t hidden[2] = {};
+    if constexpr (!kBias) {
+      hide_scores<C>(scores, seen, -INFINITY);
+    } else {
+      constexpr uint32_t infinities = C.dtype == DType::float16 ? 0xfc00fc00u : 0xff80ff80u;
+      hide_scores<C>(scores, seen, 0.f, [&](int row, int step, uint32_t const(&hidden)[2]) FMHA_INLINE {
         CUTE_UNROLL
-        for (int i = 0; i < kMaskRun; ++i) {
-          int const col = 4 * step + i;
-          if (!visible.sees(Order::first(lane_id(), i / 2) + Order::of_column(col))) {
-            scores(row, col) = kBias ? 0.f : -INFINITY;
-            hidden[i / 2] |= 0xffffu << 16 * (i % 2);
-          }
-        }
-        CUTE_UNROLL
-        for (int i = 0; i < (kBias ? 2 : 0); ++i) {
+        for (int i = 0; i < 2; ++i) {
           uint32_t const of_pair = upper_first() ? hidden[1 - i] : hidden[i];
           words[row][step][i] = (words[row][step][i] & ~of_pair) | (infinities & of_pair);
         }
-      }
+      });
     }
   }
 
@@ -176,17 +190,21 @@ struct MaskFragment<C, ReadsScores::bits> {
   /// Of a word, so many bytes are one load: those of 16 keys each by which all steps begin.
   static constexpr int kBytes = C.tile_n % 64 == 0 ? 4 : C.tile_n % 32 == 0 ? 2 : 1;
   static constexpr int kLoads = T::kKeySteps / kBytes;
+  static constexpr int kWordBytes = MaskBits::kLanes * int(sizeof(uint32_t));  ///< of a word of each lane: 64 keys
   uint32_t words[T::kRowSteps][kLoads];
 
+  /// Words go beyond the last key, to the end of a step of 64.
   CUTE_DEVICE void ask(FeatureParams const& p, MaskSource const& source, int tile_row, int key) {
     CUTE_UNROLL
     for (int m = 0; m < T::kRowSteps; ++m) {
-      int const group = smaller(tile_row / MaskBits::kQueries + m, source.rows_left / MaskBits::kQueries);
-      uint32_t const* const from = source.bits + group * p.bits_stride.query + lane_id();
+      uint32_t const group =
+          smaller(uint32_t(tile_row) / MaskBits::kQueries + m, uint32_t(source.rows_left) / MaskBits::kQueries);
+      auto const* const from =
+          reinterpret_cast<char const*>(source.bits + uint64_t(group) * uint32_t(p.bits_stride.query) + lane_id());
       CUTE_UNROLL
       for (int i = 0; i < kLoads; ++i) {
-        int const step = key / 16 + i * kBytes;  // of 16 keys
-        words[m][i] = load(reinterpret_cast<char const*>(from + step / 4 * MaskBits::kLanes) + step % 4);
+        uint32_t const step = uint32_t(key) / 16 + i * kBytes;  // of 16 keys
+        words[m][i] = load(from + (kBytes == 4 ? step * kWordBytes / 4 : step / 4 * kWordBytes + step % 4));
       }
     }
   }
@@ -197,7 +215,7 @@ struct MaskFragment<C, ReadsScores::bits> {
       CUTE_UNROLL
       for (int i = 0; i < cute::size(scores); ++i) scores(i) *= p.scale;
     }
-    if (by_range) hide_by_range(scores, seen);
+    if (by_range) hide_scores<C>(scores, seen, -INFINITY);
     CUTE_UNROLL
     for (int step = 0; step < T::kKeySteps; ++step) {
       CUTE_UNROLL
@@ -224,19 +242,6 @@ struct MaskFragment<C, ReadsScores::bits> {
       asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(word) : "l"(from));
     }
     return word;
-  }
-
-  template <class Scores, class Seen>
-  CUTE_DEVICE static void hide_by_range(Scores& scores, Seen const& seen) {
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      VisibleKeys const visible = seen(row);
-      CUTE_UNROLL
-      for (int col = 0; col < 4 * T::kKeySteps; ++col) {
-        if (!visible.sees(Order::first(lane_id(), Order::pair_of(col)) + Order::of_column(col)))
-          scores(row, col) = -INFINITY;
-      }
-    }
   }
 };
 

@@ -80,7 +80,7 @@ constexpr bool tells_modifiers_apart(ForwardConfig const& c) {
 }
 
 /// How a masked row reads a mask, beside a bias: as it is, or its bits, or either. Two walks would spill where
-/// registers are scarce: sm_89's D128 has bits, its D96 bytes, as have head dims above 128.
+/// registers are scarce: sm_89's D128 has bits, its D96 bytes, as have rows for values of more than 128.
 struct ReadsMask {
   bool bytes, bits;
 };

@@ -29,9 +29,6 @@ struct FeatureKeys : FeatureKeySource<C> {
     return (C.ping_pong || is_roomy(C)) && (C.copy == Copy::tma || !bias);
   }
 
-  /// Whether full phases are two ranges: what copies by TMA.
-  static constexpr bool kAsksPrefix = C.copy == Copy::tma;
-
   struct Lanes {
     uint32_t q_offset, k_offset, v_offset;
 
@@ -76,7 +73,6 @@ struct FeatureKeys : FeatureKeySource<C> {
     CommonView const view(p, sequence, p.by_pack.quotient(begin), i_last);
     WarpPhases phases(view, begin, blocks, last_begin, C.tile_n);
     phases.q_begin = tile_row() * Product::kQRowBytes;
-    if constexpr (!kAsksPrefix) phases.join_full();
     first_phase = uniform(phases.first_phase);
     seen_until = uniform(phases.end_phase);
     if (lane_id() == 0) Shared::phases(smem, warp) = phases;
@@ -109,13 +105,9 @@ struct FeatureKeys : FeatureKeySource<C> {
     }
   }
   CUTE_DEVICE int end_phase() const { return seen_until; }
+  /// A branch in the midst of a turn would hold up its mma.
   CUTE_DEVICE bool is_masked(int phase) const {
-    WarpPhases const& phases = Shared::phases(smem, warp);
-    if constexpr (kAsksPrefix) {
-      return __any_sync(0xffffffffu, !phases.is_full(phase));
-    } else {
-      return __any_sync(0xffffffffu, int(phase < phases.full_begin) | int(phase >= phases.full_end));
-    }
+    return __any_sync(0xffffffffu, !Shared::phases(smem, warp).template is_full<!C.ping_pong>(phase));
   }
   template <class Scores>
   CUTE_DEVICE void before_softmax(int phase, bool masked, Scores& scores) const {

@@ -31,19 +31,11 @@ struct alignas(16) WarpPhases {
     prefix_begin = phase(view.prefix / tile_n - 1);
     if (view.prefix == 0 && some_end <= view.some_begin) first_phase = end_phase = blocks;
   }
-  /// Makes one range of the full phases, which is asked for without branches: the longer one, where two are apart.
-  CUTE_DEVICE void join_full() {
-    if (full_begin < full_end && prefix_begin <= full_end) {
-      full_begin = smaller(full_begin, prefix_begin);
-      full_end = end_phase;
-    } else if (end_phase - prefix_begin > full_end - full_begin) {
-      full_begin = prefix_begin;
-      full_end = end_phase;
-    }
-    prefix_begin = end_phase;
-  }
+  /// `Branches`: with fewer registers.
+  template <bool Branches>
   CUTE_DEVICE bool is_full(int phase) const {
-    return (phase >= full_begin && phase < full_end) || phase >= prefix_begin;
+    if constexpr (Branches) return (phase >= full_begin && phase < full_end) || phase >= prefix_begin;
+    return (int(phase >= full_begin) & int(phase < full_end)) | int(phase >= prefix_begin);
   }
 };
 

@@ -21,6 +21,7 @@
 //   kAsksInTurn, kPassAt         whether is_masked() is asked during a turn; before which n16 of the last step of
 //                                Q K^T the turn is passed on: by the time the other warp's first mma issues, ours are
 //   before_softmax(p, masked, scores)  masks
+//   ask_for_masks(p, asked), before_softmax(p, masked, asked, scores)  where they are read for: MaskFragment
 //   terms(p, masked, asked)      in its place where scores are modified: ScoreTerms
 //   maxima()                     of this warp's rows, for the softmax
 #pragma once
@@ -36,16 +37,6 @@ namespace cutlass_fmha {
 template <ForwardConfig C>
 CUTE_DEVICE int tile_row_of(int warp) {
   return (warp < C.warps / 2 ? warp : C.warps + C.warps / 2 - 1 - warp) * C.rows_per_warp();
-}
-
-/// Whether what is read for scores takes as many registers as P.
-template <class Asked>
-constexpr bool reads_pairs() {
-  if constexpr (requires { Asked::kBias; }) {
-    return Asked::kBias;
-  } else {
-    return false;
-  }
 }
 
 template <ForwardConfig C, class Keys, class Asked = std::nullptr_t>
@@ -66,8 +57,11 @@ struct TileWalk {
                                     : C.architecture().fast_memory                           ? 1
                                                                                              : 0;
   static constexpr int kAheadV = C.ping_pong && C.head_dim >= 64 ? kRoomAhead : 0;
-  static constexpr int kAheadK = reads_pairs<Asked>() && kRoomAhead < 2 ? 0 : kAheadV;
+  static constexpr int kAheadK = C.reads_masks() && kRoomAhead < 2 ? 0 : kAheadV;
   using Ahead = OperandsB<T, kAheadV + 1>;
+  /// Whether K is waited for before a turn, too: without a branch in it, ptxas mixes all of its mma, where it has the
+  /// registers. A ring of one stage has K no earlier than it is needed.
+  static constexpr bool kWaitsAhead = C.ping_pong && C.stages > 1 && is_roomy(C) && C.head_dim <= 96;
   struct FirstOperands {
     typename Product::QStep q;
     OperandsB<T, kAheadK + 1> k;
@@ -97,11 +91,11 @@ struct TileWalk {
       bool masked = asked_before_turn<Masked::ask>(phase);
       Lanes const lanes = keys.lanes();
       FirstOperands first;
-      auto asked = ask_for_masks(phase);
+      Asked asked = ask_for_masks(phase);
       keys.take();
       if (phase > 0) release_unused(keys.v_pipe, phase - 1);
-      read_ahead(phase, lanes, first);
-      compute_scores<Masked::ask>(phase, lanes, first, q_fragments, scores, masked, []() FMHA_INLINE {});
+      read_ahead<true>(phase, lanes, first);
+      compute_scores<Masked::ask, kAheadK == 0>(phase, lanes, first, q_fragments, scores, masked, []() FMHA_INLINE {});
       keys.end_scores(phase);
       update<true>(phase, masked, asked, scores, probabilities, output, softmax);
       ++phase;
@@ -130,16 +124,21 @@ struct TileWalk {
     keys.before_turn(phase);
     bool masked = asked_before_turn<Mask>(phase);
     Lanes const lanes = keys.lanes();
-    auto asked = ask_for_masks(phase);
+    Asked asked = ask_for_masks(phase);
     Ahead ahead;
     FirstOperands first;
     read_ahead(phase - 1, lanes, ahead);
+    if (kWaitsAhead) keys.k_pipe.consumer_wait(phase);
     keys.take();
-    accumulate(phase - 1, lanes, ahead, probabilities, output, [&] { read_ahead(phase, lanes, first); });
-    // To wait for O itself takes a register too many.
-    compute_scores<Mask>(phase, lanes, first, q_fragments, scores, masked, [&]() FMHA_INLINE {
-      if constexpr (kAheadV > 0) keys.v_pipe.consumer_release(phase - 1, made_of(scores));
-    });
+    accumulate(phase - 1, lanes, ahead, probabilities, output, [&] { read_ahead<!kWaitsAhead>(phase, lanes, first); });
+    // Once V is read, which it is before scores are made, but where products are mixed. To wait for O itself takes a
+    // register too many elsewhere.
+    auto const release = [&]() FMHA_INLINE {
+      if constexpr (kAheadV > 0) {
+        keys.v_pipe.consumer_release(phase - 1, kWaitsAhead ? made_of(output) : made_of(scores));
+      }
+    };
+    compute_scores<Mask, kAheadK == 0 && !kWaitsAhead>(phase, lanes, first, q_fragments, scores, masked, release);
     keys.end_scores(phase);
     update<false>(phase, masked, asked, scores, probabilities, output, softmax);
   }
@@ -221,23 +220,24 @@ struct TileWalk {
     for (int n = 0; n < kAheadV; ++n)
       Product::load_v(keys.memory(), v_tile(phase), lanes.v(), 0, n, ahead(cute::_, cute::_, n));
   }
+  template <bool Waits>
   CUTE_DEVICE void read_ahead(int phase, Lanes const& lanes, FirstOperands& first) const {
     if constexpr (kAheadK == 0) return;
     if constexpr (!C.q_in_registers) Product::load_q(keys.memory(), lanes.q(), 0, first.q(cute::_, cute::_, 0));
-    keys.k_pipe.consumer_wait(phase);
+    if (Waits) keys.k_pipe.consumer_wait(phase);
     CUTE_UNROLL
     for (int n = 0; n < kAheadK; ++n)
       Product::load_k(keys.memory(), k_tile(phase), lanes.k(), 0, n, first.k(cute::_, cute::_, n));
   }
 
   /// scores = Q K(phase)^T, during which the turn is passed on. Asks whether they need a mask, where that is asked
-  /// during a turn: late, so that the answer is there after it. `begun` is called before kReleaseAt.
-  template <Masked Mask, class Begun>
+  /// during a turn: late, so that the answer is there after it. `Waits`: for K. `begun` is called before kReleaseAt.
+  template <Masked Mask, bool Waits, class Begun>
   CUTE_DEVICE void compute_scores(int phase, Lanes const& lanes, FirstOperands const& first,
                                   QFragments const& q_fragments, Scores& scores, bool& masked,
                                   Begun const& begun) const {
     using namespace cute;
-    if (kAheadK == 0) keys.k_pipe.consumer_wait(phase);
+    if (Waits) keys.k_pipe.consumer_wait(phase);
     Product::query_keys(
         q_fragments,
         [&](int step, auto&& q) FMHA_INLINE {
