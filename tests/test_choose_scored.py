@@ -223,6 +223,16 @@ def test_a_window_shortens_the_walk():
     assert replace(windowed, seqlen_k=100).visible_keys(0, 10) == (0, 0)
 
 
+def test_under_a_diagonal_the_first_tile_is_the_short_one():
+    of_kinds = {"none": [5, 5], "bottom-right": [5, 1], "top-left": [5, 1]}  # 300 keys by 64; 48 queries by 64
+    for causal, steps in of_kinds.items():
+        problem = replace(PACKED, batch=1, seqlen_q=300, seqlen_k=300, causal=causal)
+        found = [round(g.steps) for g in blocks.groups(RANGED, problem, L4) for _ in range(g.blocks // 16)]
+        assert found == steps
+    of_scored = blocks.groups(TILE, replace(problem, head_dim=64), L4)
+    assert [group.steps for group in of_scored] == [5, 4, 3, 2, 1]
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 def test_plain_problems_but_long_decoding_keep_their_plain_rows(gpu: str):
     """What scored rows cost has no say, wherever a plain row takes the problem and it is no decoding."""

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import oracle_features
@@ -246,19 +246,25 @@ def test_queries_see_keys_as_the_definition_says(case, tile_keys, tile_queries):
 
 
 @settings(max_examples=150)
-@given(cases(), st.sampled_from([16, 64]), st.sampled_from([16, 32, 64]), st.integers(1, 7), st.integers(1, 4))
-@example(Case(1, 8, 64, left=2, right=0, vectors={"prefix_lengths": [5]}), 16, 16, 1, 1)
-@example(Case(2, 40, 70, left=9, splits=3, pack=2, vectors={"leftpad_k": [0, 21]}), 64, 16, 1, 1)
-def test_every_visible_key_is_walked_exactly_once(case, tile_m, step, mixed, long_tiles):
+@given(
+    cases(), st.sampled_from([16, 64]), st.sampled_from([16, 32, 64]), st.integers(1, 7), st.integers(1, 4),
+    st.booleans(),
+)  # fmt: skip
+@example(Case(1, 8, 64, left=2, right=0, vectors={"prefix_lengths": [5]}), 16, 16, 1, 1, False)
+@example(Case(2, 40, 70, left=9, splits=3, pack=2, vectors={"leftpad_k": [0, 21]}), 64, 16, 1, 1, False)
+@example(Case(2, 70, 70, right=0, vectors={"cu_seqlens_q": [0, 3, 70]}), 64, 16, 1, 1, True)
+def test_every_visible_key_is_walked_exactly_once(case, tile_m, step, mixed, long_tiles, cuts_first):
     p = case.params()
     walked = defaultdict(list)
-    rows = set()
+    rows, computed = set(), defaultdict(list)
     tiles = -(-case.seqlen_q * case.pack // tile_m)
     for tile in _C.host.feature_tiles(p, tile_m, mixed, min(long_tiles, tiles)):
         row_begin, head, b, _ = tile
-        packed = {row // case.pack for row in range(row_begin, row_begin + tile_m)}
+        of_block = _C.host.rows_of_block(p, tile, tile_m) if cuts_first else (row_begin, row_begin + tile_m)
+        packed = {row // case.pack for row in range(*of_block)}
+        computed[b, head] += range(*of_block)
         queries = [i for i in sorted(packed) if i < len(case.seen[b])]
-        for begin, masked in _C.host.key_steps(p, tile, tile_m, step):
+        for begin, masked in _C.host.key_steps(p, tile, tile_m, step, cuts_first):
             assert begin % step == 0
             part = case.seen[b][queries, begin : begin + step]
             # What some query doesn't see needs a mask. That a window and a prefix meet isn't noticed.
@@ -271,7 +277,20 @@ def test_every_visible_key_is_walked_exactly_once(case, tile_m, step, mixed, lon
             # Of heads that are packed, a query's rows may lie in two tiles.
             found = walked[b, head] if case.pack == 1 else set(walked[b, head])
             assert sorted(found) == list(map(tuple, seen.nonzero().tolist()))
+            if cuts_first:
+                packed = range(_C.host.sequence(p, b)["rows_q"] * case.pack)
+                assert Counter(computed[b, head]) == dict.fromkeys(packed, case.splits)
     assert len(rows) == case.batch * case.heads_kv * tiles
+
+
+def test_under_a_diagonal_the_first_tile_is_cut_short():
+    """The last queries see the most keys: one of them alone would walk as many as a whole tile."""
+    case = Case(2, 300, 300, right=0, vectors={"cu_seqlens_q": [0, 300, 365], "cu_seqlens_k": [0, 300, 365]})
+    p = case.params()
+    of_each = [[range(*_C.host.rows_of_block(p, (row, 0, b, 0), 128)) for row in (0, 128, 256)] for b in (0, 1)]
+    assert of_each == [[range(48), range(48, 176), range(176, 300)], [range(65), range(0), range(0)]]
+    p.window_right = -1
+    assert _C.host.rows_of_block(p, (256, 0, 0, 0), 128) == [256, 300]
 
 
 def test_block_lists_are_walked_from_the_last_entry_to_the_first():

@@ -27,6 +27,8 @@ REGISTERS_FOR_FEATURES = {"scored": 24, "few_query_scored": 64}
 """How many more the rows of a family have: what masks, lengths and biases are asked with, between steps."""
 MAX_GROUPS = 24
 """Query tiles of a causal problem are played through in so many groups of equal ones at most."""
+CUT_ROWS = 16
+"""Tiles are cut from a sequence in multiples of so many rows."""
 WORTH_PACKING = 0.9
 """Heads share tiles where that leaves at most this share of the tiles."""
 MAX_SPLITS = 64
@@ -205,7 +207,8 @@ def _block(
 ) -> tuple[float, float, float, float]:
     """A ``Group`` of a query tile of a ranged problem, but for its count."""
     begin = tile * row.tile_m
-    end = min(begin + row.tile_m, problem.seqlen_q * division.pack)
+    rows = problem.seqlen_q * division.pack + (_cut_from_first(row, problem, division.pack) if walk and tile else 0)
+    end = min(begin + row.tile_m, rows)
     live = _live(row, end - begin)
     if walk:
         part = -(-walk(2 * tile) // division.splits)
@@ -399,16 +402,24 @@ def _splits(walk: int, blocks: int, sm_count: int, places: int, most: int) -> in
     return best
 
 
+def _cut_from_first(row: Row, problem: Problem, pack: int) -> int:
+    """``cut_first`` of ``src/features/sequence.h``: rows that a sequence's first tile lacks."""
+    if row.scored or pack > 1 or (problem.causal == "none" and problem.window[1] < 0):
+        return 0
+    return -problem.seqlen_q % row.tile_m // CUT_ROWS * CUT_ROWS
+
+
 def _walk(row: Row, problem: Problem, pack: int) -> Walk:
     tile_m, step, queries = row.tile_m, row.tile_n * row.kv_warps, problem.seqlen_q
+    cut = _cut_from_first(row, problem, pack)
     left, end, keys = problem.lines
 
     def walk(twice: int) -> int:
-        last = -(-(twice + 2) * tile_m // (2 * pack))
+        last = -(-(twice + 2) * tile_m // (2 * pack)) - cut
         stop = (queries if last > queries else last) + end
         if stop > keys:
             stop = keys
-        if (begin := twice * tile_m // (2 * pack) + left) < 0:
+        if (begin := twice * tile_m // (2 * pack) - cut + left) < 0:
             begin = 0
         return -(-stop // step) - begin // step if begin < stop else 0
 

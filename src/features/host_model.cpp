@@ -28,12 +28,23 @@ std::vector<Tile> feature_tiles(AttentionParams p, int tile_m, int mixed_heads, 
   return tiles;
 }
 
+struct Placed {
+  FeatureTile tile;
+  Sequence sequence;
+};
+Placed placed(FeatureParams const& p, Tile const& at, int tile_m, bool cuts_first) {
+  FeatureTile tile{std::get<0>(at), std::get<1>(at), std::get<2>(at), std::get<3>(at)};
+  Sequence s = sequence_at(p, tile.batch);
+  if (cuts_first) cut_first(p, tile_m, tile, s);
+  return {tile, s};
+}
+
 /// The first keys of the steps that a thread block walks, each with whether a range hides some key from some query.
-std::vector<std::tuple<int, bool>> key_steps(AttentionParams p, Tile const& at, int tile_m, int step_keys) {
+std::vector<std::tuple<int, bool>> key_steps(AttentionParams p, Tile const& at, int tile_m, int step_keys,
+                                             bool cuts_first) {
   if (p.block_counts != nullptr) set_blocks(p, step_keys);
   p.by_splits = Divisor(p.splits);
-  FeatureTile const tile{std::get<0>(at), std::get<1>(at), std::get<2>(at), std::get<3>(at)};
-  Sequence const s = sequence_at(p, tile.batch);
+  auto const [tile, s] = placed(p, at, tile_m, cuts_first);
   int const i_begin = p.by_pack.quotient(tile.row_begin), i_end = p.by_pack.quotient(tile.row_begin + tile_m - 1) + 1;
   KeyWalk const walk = walk_of(p, s, tile, i_begin, i_end, step_keys);
   std::vector<std::tuple<int, bool>> steps;
@@ -73,7 +84,15 @@ void bind_feature_host_model(py::module_& host) {
   host.def("feature_tiles", &feature_tiles, "(row_begin, head, batch, split) of every thread block, in launch order.",
            py::arg("params"), py::arg("tile_m"), py::arg("mixed_heads"), py::arg("long_tiles"));
   host.def("key_steps", &key_steps, "(first key, masked by a range) of every step that a thread block walks.",
-           py::arg("params"), py::arg("tile"), py::arg("tile_m"), py::arg("step_keys"));
+           py::arg("params"), py::arg("tile"), py::arg("tile_m"), py::arg("step_keys"), py::arg("cuts_first") = false);
+  host.def(
+      "rows_of_block",
+      [](AttentionParams const& p, Tile const& at, int tile_m) {
+        auto const [tile, s] = placed(p, at, tile_m, true);
+        return std::array<int, 2>{tile.row_begin, smaller(tile.row_begin + tile_m, s.rows_q * p.pack)};
+      },
+      "[begin, end) of the packed rows of a tile, where a sequence's first one is cut short.", py::arg("params"),
+      py::arg("tile"), py::arg("tile_m"));
   host.def(
       "queries_of_key",
       [](AttentionParams const& p, int batch, int key) {

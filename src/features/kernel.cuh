@@ -83,12 +83,13 @@ CUTE_DEVICE void features(FeatureKernelParams<C> const& p) {
   static_assert(C.tile_m % (16 * (C.warps / C.kv_warps)) == 0 && C.warps % C.kv_warps == 0 && C.tile_n % 16 == 0);
   extern __shared__ __align__(1024) char smem[];
 
-  FeatureTile const tile = tile_at(p, C.tile_m, blockIdx.x);
+  FeatureTile tile = tile_at(p, C.tile_m, blockIdx.x);
   // As late as can be: what precedes the first copies costs no time before the wait. Each thread waits once.
   if (C.dependent_launch && p.device_lengths) wait_for_kernels_ahead();
-  Sequence const sequence = sequence_at(p, tile.batch);
+  Sequence sequence = sequence_at(p, tile.batch);
+  if (p.by_pack.quotient(tile.row_begin) >= sequence.rows_q) return;  // seqlen_q is that of the longest sequence
+  if constexpr (!C.scored()) cut_first(p, C.tile_m, tile, sequence);
   int const i_begin = p.by_pack.quotient(tile.row_begin);
-  if (i_begin >= sequence.rows_q) return;  // seqlen_q is that of the longest sequence
   int const i_end = p.by_pack.quotient(tile.row_begin + C.tile_m - 1) + 1;
   KeyWalk walk = walk_of(p, sequence, tile, i_begin, i_end, C.step_keys());
   if constexpr (C.modifies_scores()) {
