@@ -191,7 +191,8 @@ def _errors(
         sinks = s.features.sinks.double()[:, None, None]
         relative = 2 * average + sums + 4 * FP32_EPS * sinks.abs()
         error = off + relative * (t.term.abs() + norms.amax(-1, keepdim=True))
-        summed_up["sinks"] += ((sinks - lse[..., None]).exp() * error).sum((1, 2))
+        p = (sinks - lse[..., None]).exp()
+        summed_up["sinks"] += (p * error + p.clamp_max(FLUSHED) * t.term.abs()).sum((1, 2))
 
     # dS is infinite, or almost.
     infinite = t.ds.abs() * (1.0 + 4 * eps) + t.p * off + wrong > most

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +64,19 @@ def test_a_wrong_gradient_is_not(problem: Problem):
             found = rows.index_copy(0, row, wrong(rows[row])).view(right[name].shape)
             launch.found = right | {name: found}
             assert not launch.errors().worst <= 1, f"{name}, row {row}"
+
+
+def test_of_a_sinks_probability_only_what_is_below_the_least_normal_number_may_be_0():
+    launch = launched("float32", Problem(1, 1, num_heads=1, num_heads_kv=1, sinks="normal"))
+    call, dout = launch.call, launch.dout * 100
+    score = float((call.q * call.k).sum()) * call.scale
+    for below, is_right in ((80.0, False), (89.0, True)):  # 2e-35 and 2e-39
+        call.features["sinks"].fill_(score - below)
+        exact = oracle_gradients.reference(call, dout, None)
+        assert 1.0 < exact["sinks"].abs() * math.exp(below) < 1e5
+        found = {name: torch.zeros(x.shape) if name == "sinks" else x.float() for name, x in exact.items()}
+        found = {name: found[name] for name in (*"qkv", "sinks")}
+        assert (oracle_gradients.compare(call, found, dout, None).worst <= 1) == is_right
 
 
 def first_ds(launch: BackwardLaunch) -> torch.Tensor:
