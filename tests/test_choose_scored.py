@@ -229,6 +229,13 @@ def test_under_a_diagonal_the_first_tile_is_the_short_one():
         problem = replace(PACKED, batch=1, seqlen_q=300, seqlen_k=300, causal=causal)
         found = [round(g.steps) for g in blocks.groups(RANGED, problem, L4) for _ in range(g.blocks // 16)]
         assert found == steps
+        p = _C.AttentionParams()
+        p.batch = p.num_heads = p.num_heads_kv = p.splits = p.pack = 1
+        p.window_left, p.window_right, p.bottom_right = -1, -1 if causal == "none" else 0, causal != "top-left"
+        for queries in (257, 300, 511, 512, 1023):  # the kernels' own cut
+            p.seqlen_q = p.seqlen_k = queries
+            cut = blocks._cut_from_first(RANGED, replace(problem, seqlen_q=queries), 1)
+            assert _C.host.rows_of_block(p, (0, 0, 0, 0), 256) == [0, 256 - cut]
     of_scored = blocks.groups(TILE, replace(problem, head_dim=64), L4)
     assert [group.steps for group in of_scored] == [5, 4, 3, 2, 1]
 
