@@ -224,7 +224,7 @@ def test_a_window_shortens_the_walk():
 
 
 def test_under_a_diagonal_the_first_tile_is_the_short_one():
-    of_kinds = {"none": [5, 5], "bottom-right": [5, 1], "top-left": [5, 1]}  # 300 keys by 64; 48 queries by 64
+    of_kinds = {"none": [5, 5], "bottom-right": [5, 1], "top-left": [5, 1]}  # 300 keys by 64; 64 queries by 64
     for causal, steps in of_kinds.items():
         problem = replace(PACKED, batch=1, seqlen_q=300, seqlen_k=300, causal=causal)
         found = [round(g.steps) for g in blocks.groups(RANGED, problem, L4) for _ in range(g.blocks // 16)]

@@ -288,7 +288,7 @@ def test_under_a_diagonal_the_first_tile_is_cut_short():
     case = Case(2, 300, 300, right=0, vectors={"cu_seqlens_q": [0, 300, 365], "cu_seqlens_k": [0, 300, 365]})
     p = case.params()
     of_each = [[range(*_C.host.rows_of_block(p, (row, 0, b, 0), 128)) for row in (0, 128, 256)] for b in (0, 1)]
-    assert of_each == [[range(48), range(48, 176), range(176, 300)], [range(65), range(0), range(0)]]
+    assert of_each == [[range(64), range(64, 192), range(192, 300)], [range(65), range(0), range(0)]]
     p.window_right = -1
     assert _C.host.rows_of_block(p, (256, 0, 0, 0), 128) == [256, 300]
 

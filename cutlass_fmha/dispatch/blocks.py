@@ -27,7 +27,7 @@ REGISTERS_FOR_FEATURES = {"scored": 24, "few_query_scored": 64}
 """How many more the rows of a family have: what masks, lengths and biases are asked with, between steps."""
 MAX_GROUPS = 24
 """Query tiles of a causal problem are played through in so many groups of equal ones at most."""
-CUT_ROWS = 16
+CUT_ROWS = 32
 """Tiles are cut from a sequence in multiples of so many rows."""
 WORTH_PACKING = 0.9
 """Heads share tiles where that leaves at most this share of the tiles."""

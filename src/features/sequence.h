@@ -46,9 +46,10 @@ FMHA_HOST_DEVICE inline Sequence sequence_at(FeatureParams const& p, int batch) 
   return s;
 }
 
-/// Tiles are cut from a sequence in multiples of so many rows.
-constexpr int kCutRows = 16;
-static_assert(kCutRows == MaskBits::kQueries);
+/// Tiles are cut from a sequence in multiples of so many rows: a warp's, that its diagonal lies in as few steps of keys
+/// as before.
+constexpr int kCutRows = 32;
+static_assert(kCutRows % MaskBits::kQueries == 0);
 
 /// One thread block's part: packed query rows [row_begin, row_begin + tile_m) of the heads from `head` on, and one part
 /// of the keys. Packed row r is head `head + r % pack` of query r / pack.
@@ -57,7 +58,7 @@ struct FeatureTile {
 };
 
 /// Under a diagonal, whose last queries see the most keys, a sequence's first tile is the one that is cut short: the
-/// others begin earlier. In rows of which masks' bits and dropout's numbers come together.
+/// others begin earlier.
 FMHA_HOST_DEVICE inline void cut_first(FeatureParams const& p, int tile_m, FeatureTile& tile, Sequence& s) {
   if (p.window_right < 0 || p.pack > 1) return;
   int const lacking = (tile_m - 1 - (s.rows_q + tile_m - 1) % tile_m) / kCutRows * kCutRows;

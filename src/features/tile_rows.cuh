@@ -105,9 +105,11 @@ struct FeatureKeys : FeatureKeySource<C> {
     }
   }
   CUTE_DEVICE int end_phase() const { return seen_until; }
-  /// A branch in the midst of a turn would hold up its mma.
+  /// A branch in the midst of a turn, or of a phase, would hold up its mma. Two blocks of 256 threads have no registers
+  /// for that.
   CUTE_DEVICE bool is_masked(int phase) const {
-    return __any_sync(0xffffffffu, !Shared::phases(smem, warp).template is_full<!C.ping_pong>(phase));
+    constexpr bool branches = C.threads() * C.min_blocks >= 512;
+    return __any_sync(0xffffffffu, !Shared::phases(smem, warp).template is_full<branches>(phase));
   }
   template <class Scores>
   CUTE_DEVICE void before_softmax(int phase, bool masked, Scores& scores) const {
