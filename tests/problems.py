@@ -232,7 +232,7 @@ _GROUPS = {
             for kind in KINDS
         ),
         *each(70, 200, bias=[("bhqk", kind, "plain") for kind in KINDS], bias_fill="minus-inf"),
-        *each(113, 257, softcap=[0.5, 20.0, 50.0], causal="bottom-right"),
+        *each(113, 257, softcap=[0.5, 4.0, 20.0, 50.0], causal="bottom-right"),
         *each(113, 257, alibi=["h", "bh"], causal=ALL, num_heads=4),
         *each(113, 257, alibi="bh", num_heads=4, dropout=0.3, memory=[*SMALL_MEMORY[1:]]),
         *each(113, 257, sinks=["normal", "high", "low"], causal=ALIGNED),

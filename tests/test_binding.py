@@ -121,8 +121,8 @@ READ_ONLY = {"vectors", "device_lengths"}  # are derived
 #: Fields that nobody writes.
 DERIVED = {"schedule", "by_page_size", "by_pack", "by_group", "by_splits", "by_block_tiles", "bias_vectors"}
 DERIVED |= {"mask_vectors", "raw_scores", "block_tiles", "key_blocks", "keys_stand", "q_and", "q_xor"}
-DERIVED |= {"bits_stride"}
-DERIVED |= {"score_unit", "cap_scale", "cap_terms", "keys_before", "modifier", "scale_log2", "kept", "near_first"}
+DERIVED |= {"bits_stride", "near_cap", "far_cap"}
+DERIVED |= {"score_unit", "cap_scale", "keys_before", "modifier", "scale_log2", "kept", "near_first"}
 TAIL = {"tail", "tail_tiles", "tail_parts", "tail_first", "tail_rest"}  # of the plain rows' struct
 TAIL |= {"packs_mask"}  # what a call's room is for
 ONE_OF = ("cu_seqlens_k", "batch_index_k")

@@ -32,19 +32,21 @@ bool is_only_capped(FeatureParams const& p) {
   return p.softcap >= FLT_MIN && p.bias_type == BiasType::none && !p.alibi_slopes;
 }
 
-/// tanh(x) / (x tanh(1)) in powers of x^2, to 6e-7 of itself up to x = 1, where it is 1. It falls all the way.
-constexpr double kCapSeries[kCapTerms] = {0.999999413596981,   -0.33329042367377376, 0.1328143379266095,
-                                          -0.0516056715581516, 0.016743112289158223, -0.0030670592223828487};
-constexpr double kTanhOf1 = 0.7615941559557649;
+/// tanh(x) / x in powers of x^2, to 6e-7 of itself up to x = 1/2, and up to 1.
+constexpr double kNearTanh[] = {0.9999994557709395, -0.33326317935937444, 0.13190296603150095, -0.04440222612594558};
+constexpr double kFarTanh[] = {0.999999413596981,   -0.33329042367377376, 0.1328143379266095,
+                               -0.0516056715581516, 0.016743112289158223, -0.0030670592223828487};
 
-/// What Modifier::softcap takes, where all of the polynomial is a number that no flush to zero takes away: whether so.
-bool set_cap_terms(FeatureParams& p) {
+/// Whether all of the polynomial is numbers that no flush to zero takes away.
+template <int Terms>
+bool set_cap(CapSeries<Terms>& cap, double const (&series)[Terms], double end, FeatureParams const& p) {
   double const ratio = double(p.scale) / p.softcap;
-  double power = -1. / kTanhOf1, least = 1e30;
-  for (int n = 0; n < kCapTerms; ++n, power *= ratio * ratio) {
-    p.cap_terms[n] = float(kCapSeries[n] * power);
-    least = std::min(least, std::abs(kCapSeries[n] * power));
+  double power = double(p.scale) * kLog2e, least = 1e30;
+  for (int n = 0; n < Terms; ++n, power *= ratio * ratio) {
+    cap.terms[n] = float(series[n] * power);
+    least = std::min(least, std::abs(series[n] * power));
   }
+  cap.limit = float(end / ratio);
   return p.scale > 0.f && least >= FLT_MIN && std::max(ratio, double(p.scale)) < 1e6;
 }
 
@@ -53,7 +55,9 @@ Modifier find_modifier(FeatureParams& p) {
   bool const drops = p.dropout_threshold != 0;
   if (p.softcap == 0.f && !p.alibi_slopes && drops && p.raw_scores && p.pack == 1) return Modifier::dropout;
   if (p.softcap == 0.f && p.alibi_slopes && !drops && p.pack == 1) return Modifier::alibi;
-  if (is_only_capped(p) && !drops && set_cap_terms(p)) return Modifier::softcap;
+  if (is_only_capped(p) && !drops && set_cap(p.near_cap, kNearTanh, 0.5, p) && set_cap(p.far_cap, kFarTanh, 1., p)) {
+    return Modifier::softcap;
+  }
   return Modifier::any;
 }
 
@@ -97,9 +101,8 @@ void find_out(FeatureParams& p, ForwardConfig const& c) {
   p.raw_scores = by_softmax && raw_scores(p);
   p.score_unit = p.raw_scores ? p.scale : by_softmax && is_only_capped(p) ? p.softcap : 1.f;
   find_score_terms(p);
-  p.modifier = tells_modifiers_apart(c) ? find_modifier(p) : Modifier::any;
+  p.modifier = c.modifies_scores() ? find_modifier(p) : Modifier::any;
   p.scale_log2 = p.scale * kLog2e;
-  if (p.modifier == Modifier::softcap) p.score_unit = float(p.scale * kTanhOf1);
   p.keys_before = p.window_right == 0 && !p.prefix_lengths;
   if (c.features == Features::ranges) {
     SplitScale const split(p.scale);

@@ -62,8 +62,12 @@ enum class KeysStand : int {
   anyhow,
 };
 
-/// Coefficients of the polynomial for tanh: see CapOnTrial.
-constexpr int kCapTerms = 6;
+/// A polynomial for tanh: see CapOnTrial.
+template <int Terms>
+struct CapSeries {
+  float terms[Terms];  ///< of q k, in log2 units
+  float limit;         ///< up to which magnitude of q k it is right
+};
 
 /// What score-mod rows have a walk of its own for: the only modifier that there is. Questions about others would cut
 /// its code into pieces that are not mixed with the softmax.
@@ -73,11 +77,6 @@ enum class Modifier : int {
   softcap,  ///< where the softmax's trial takes tanh(x) by a polynomial, and nothing else becomes of scores
   dropout,  ///< of one head in a tile
 };
-/// Whether a row has these walks, and not the first one alone: with cp.async, and as many registers taken as at D128,
-/// several walks spill that each alone would not.
-constexpr bool tells_modifiers_apart(ForwardConfig const& c) {
-  return c.modifies_scores() && (c.copy == Copy::tma || spare_registers(c) >= 60);
-}
 
 /// How a masked row reads a mask, beside a bias: as it is, or its bits, or either. Two walks would spill where
 /// registers are scarce: sm_89's D128 has bits, its D96 bytes, as have rows for values of more than 128.
@@ -167,14 +166,15 @@ struct FeatureParams {
   bool keys_before;          ///< no query sees a key that comes after it
   bool near_first;  ///< of score-mod rows: all queries see all keys, and those near by have the least distances
   KeysStand keys_stand;
-  uint32_t q_and, q_xor;       ///< of ranged rows, whose scale is positive then: SplitScale
-  Divisor by_block_tiles;      ///< by block_tiles
-  bool device_lengths;         ///< it is read on the device which rows and keys a tile has
-  int block_tiles;             ///< the row's steps of keys in block_n, or in all keys
-  int key_blocks;              ///< key blocks of the longest sequence
-  Modifier modifier;           ///< of score-mod rows
-  float cap_terms[kCapTerms];  ///< Modifier::softcap: the polynomial's coefficients, in q k
-  float scale_log2;            ///< Modifier::alibi: of q k, in log2 units
+  uint32_t q_and, q_xor;   ///< of ranged rows, whose scale is positive then: SplitScale
+  Divisor by_block_tiles;  ///< by block_tiles
+  bool device_lengths;     ///< it is read on the device which rows and keys a tile has
+  int block_tiles;         ///< the row's steps of keys in block_n, or in all keys
+  int key_blocks;          ///< key blocks of the longest sequence
+  Modifier modifier;       ///< of score-mod rows
+  CapSeries<4> near_cap;   ///< Modifier::softcap: up to half the cap,
+  CapSeries<6> far_cap;    ///< and up to all of it
+  float scale_log2;        ///< Modifier::alibi: of q k, in log2 units
 };
 
 /// How a masked row has the bits of a mask.

@@ -6,22 +6,22 @@
 
 namespace cutlass_fmha {
 
-/// tanh(x) / x by a polynomial in x^2, negative, and from -1 to -2 up to x = 1, where it is right: outside, and for
-/// what is no number, another bit of its exponent or its sign differs. In units of p.score_unit.
+/// Scores as tanh(x) by a polynomial in x^2, in log2 units, right up to a magnitude of q k.
+template <int Terms>
 struct CapOnTrial : ScoreItself {
-  FeatureParams const& p;
-  uint32_t common = 0xffffffffu;  ///< of all values
+  CapSeries<Terms> const& series;
+  float largest = 0.f;  ///< magnitude; what is no number fails the trial itself
 
-  CUTE_DEVICE explicit CapOnTrial(FeatureParams const& p) : p(p) {}
-  CUTE_DEVICE float exponent(float score, int, float scale_log2, float subtracted) {
+  CUTE_DEVICE explicit CapOnTrial(CapSeries<Terms> const& series) : series(series) {}
+  CUTE_DEVICE float exponent(float score, int, float, float subtracted) {
     float const square = score * score;
-    float value = p.cap_terms[kCapTerms - 1];
+    float value = series.terms[Terms - 1];
     CUTE_UNROLL
-    for (int n = kCapTerms - 2; n >= 0; --n) value = fmaf(value, square, p.cap_terms[n]);
-    common &= __float_as_uint(value);
-    return fmaf(-value * score, scale_log2, -subtracted);
+    for (int n = Terms - 2; n >= 0; --n) value = fmaf(value, square, series.terms[n]);
+    largest = fmaxf(largest, fabsf(score));
+    return fmaf(value, score, -subtracted);
   }
-  CUTE_DEVICE bool holds() const { return (common & 0xbf800000u) == 0xbf800000u; }
+  CUTE_DEVICE bool holds() const { return largest <= series.limit; }
 };
 
 /// Scores with ALiBi's distances where they are a line: that of all rows but for what is the same for all keys of a
@@ -49,8 +49,8 @@ struct ModifiedBy {
   static constexpr Modifier kModifier = M;
 };
 
-/// What a phase's scores lack for the softmax of a score-mod row: OnlineSoftmax's terms. WarpScores::large: some were
-/// too large for the polynomial, and so will others be. What is known of the block is asked for anew where a trial
+/// What a phase's scores lack for the softmax of a score-mod row: OnlineSoftmax's terms. WarpScores::large: for so many
+/// polynomials some were too large, and so will others be. What is known of the block is asked for anew where a trial
 /// failed, since no register is left to keep it meanwhile.
 template <ForwardConfig C, class Keys, Modifier M>
 struct ScoreTerms {
@@ -72,16 +72,9 @@ struct ScoreTerms {
   template <class Trial>
   CUTE_DEVICE bool fails(Trial const& trial) const {
     if constexpr (M == Modifier::softcap) {
-      if (masked || __any_sync(0xffffffffu, keys.warp_scores().large)) return true;
-      CapOnTrial value(keys.p);
-      bool const failed = trial(value);
-      if (failed) {
-        bool const large = __any_sync(0xffffffffu, !value.holds());
-        __syncwarp();  // all lanes have read what is written now
-        if (lane_id() == 0) keys.warp_scores().large = large;
-        __syncwarp();
-      }
-      return failed;
+      int const large = uniform(keys.warp_scores().large);
+      if (masked || large > 1) return true;
+      return large == 0 ? fails(trial, keys.p.near_cap) : fails(trial, keys.p.far_cap);
     } else if constexpr (M == Modifier::alibi) {
       AlibiLine<C> const line(keys.p, keys.warp_scores(), keys.first_key(phase));
       // Without a branch around it, which takes registers: what is no line is rare.
@@ -89,6 +82,18 @@ struct ScoreTerms {
     } else {
       return trial(ScoreItself{});
     }
+  }
+  template <class Trial, int Terms>
+  CUTE_DEVICE bool fails(Trial const& trial, CapSeries<Terms> const& series) const {
+    CapOnTrial<Terms> value(series);
+    bool const failed = trial(value);
+    if (failed) {
+      bool const large = __any_sync(0xffffffffu, !value.holds());
+      __syncwarp();  // all lanes have read what is written now
+      if (lane_id() == 0) keys.warp_scores().large += large;
+      __syncwarp();
+    }
+    return failed;
   }
   template <class Scores>
   CUTE_DEVICE void settle(Scores&& scores) const {

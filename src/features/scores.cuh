@@ -58,9 +58,6 @@ struct ScoreBlock {
       }
     }
     if (p.alibi_slopes != nullptr) {
-      if constexpr (C.modifies_scores() && !tells_modifiers_apart(C)) {
-        if (add_alibi_line(scores, factor)) return;
-      }
       add_alibi(scores, factor);
     } else if (factor != p.score_unit) {
       CUTE_UNROLL
@@ -71,11 +68,8 @@ struct ScoreBlock {
   /// q k -> score, in units of p.score_unit, where scores are only capped.
   template <class Scores>
   CUTE_DEVICE void cap(Scores&& scores) const {
-    float const factor = p.softcap / p.score_unit;
     CUTE_UNROLL
-    for (int i = 0; i < cute::size(scores); ++i) {
-      scores(i) = fmaf(-2.f * factor, reciprocal_approx(1.f + exp2_approx(scores(i) * p.cap_scale)), factor);
-    }
+    for (int i = 0; i < cute::size(scores); ++i) scores(i) = tanh_of_exp2(scores(i) * p.cap_scale);
   }
 
   /// scores * factor - slope |i + offset - j|
@@ -159,26 +153,6 @@ struct ScoreBlock {
  private:
   CUTE_DEVICE QueryRow at(int row) const { return rows.at(p, tile, row); }
   CUTE_DEVICE int key(int col) const { return key_begin + Order::first(lane_id()) + Order::of_column(col); }
-  /// add_alibi() where it is a line in j. False elsewhere.
-  template <class Scores>
-  CUTE_DEVICE bool add_alibi_line(Scores&& scores, float factor) const {
-    using namespace cute;
-    if (p.pack != 1) return false;
-    AlibiLine<C> const line(p, rows.warp, key_begin);
-    if (!line.exists) return false;
-    float const first = line.slope * line.first;
-    CUTE_UNROLL
-    for (int row = 0; row < size<0>(scores); ++row) {
-      float const of_row = fmaf(line.slope, -float(accumulator_row(row, 0)), first);
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); ++col) {
-        float const added = fmaf(line.slope, float(Order::of_column(col)), of_row);
-        scores(row, col) = fmaf(scores(row, col), factor, added);
-      }
-    }
-    return true;
-  }
-
   template <class Scores>
   CUTE_DEVICE static void add_distances(Scores&& scores, int row, float factor, float slope, float beside) {
     CUTE_UNROLL

@@ -196,9 +196,7 @@ CUTE_DEVICE void tile_rows(FeatureParams const& p, char* smem, Sequence const& s
     if constexpr (C.features == Features::ranges) transform_q<C>(p, smem);
     auto const walk_as = [&]<class Asked>()
                              FMHA_INLINE { TileWalk<C, FeatureKeys<C>, Asked>{smem, keys}.run(output, softmax); };
-    if constexpr (C.modifies_scores() && !tells_modifiers_apart(C)) {
-      walk_as.template operator()<ModifiedBy<Modifier::any>>();
-    } else if constexpr (C.modifies_scores()) {
+    if constexpr (C.modifies_scores()) {
       if (p.modifier == Modifier::any) {
         walk_as.template operator()<ModifiedBy<Modifier::any>>();
       } else if (p.modifier == Modifier::alibi) {
