@@ -98,8 +98,11 @@ struct SingleThread {
 };
 
 /// What a trial takes for the exponents of a row of scores: these. subtracted(row, r): what its exponents lack but for
-/// r; exponent(score, column, scale_log2, subtracted); holds(): whether all of them were right.
+/// r; exponent(score, column, scale_log2, subtracted); holds(): whether all of them were right; kPauses: pause() is
+/// called once three quarters of the exponentials are made.
 struct ScoreItself {
+  static constexpr bool kPauses = false;
+
   CUTE_HOST_DEVICE float subtracted(int, float reference) const { return reference; }
   CUTE_HOST_DEVICE float exponent(float score, int, float scale_log2, float subtracted) const {
     return fmaf(score, scale_log2, -subtracted);
@@ -169,6 +172,12 @@ struct OnlineSoftmax {
           subtracted[row] = value.subtracted(row, reference[row]), block_sum[row] = 0.f;
         CUTE_UNROLL
         for (int pair = 0; pair < cute::size<1>(pairs); ++pair) {
+          if constexpr (cute::remove_cvref_t<decltype(value)>::kPauses) {
+            if (pair == cute::size<1>(pairs) * 3 / 4) {
+              made_by_now(block_sum, pairs, pair);
+              value.pause();
+            }
+          }
           CUTE_UNROLL
           for (int row = 0; row < Rows; ++row) {
             block_sum[row] += exponentiate(scores, pairs, row, pair, [&](float score, int col) {
@@ -224,6 +233,19 @@ struct OnlineSoftmax {
   }
 
  private:
+  /// The compiler would make all probabilities after what stands between them otherwise.
+  template <class Pairs>
+  CUTE_HOST_DEVICE static void made_by_now(PerRow& sums, Pairs&& pairs, int made) {
+#ifdef __CUDA_ARCH__
+    CUTE_UNROLL
+    for (int row = 0; row < Rows; ++row) {
+      asm volatile("" : "+f"(sums[row]));
+      CUTE_UNROLL
+      for (int pair = 0; pair < made; ++pair) asm volatile("" : "+r"(pairs(row, pair)));
+    }
+#endif
+  }
+
   /// To a unit in the last place or two of a float, of which O keeps 11 bits at most.
   CUTE_HOST_DEVICE static float reciprocal(float x) {
 #ifdef __CUDA_ARCH__

@@ -146,6 +146,10 @@ struct TmaFeatureKeys : FeatureWalk<C> {
   using Base::Base, Base::p, Base::smem, Base::warp, Base::blocks, Base::last_begin, Base::put_off, Base::k_pipe,
       Base::v_pipe;
   static constexpr bool kAsksInTurn = true;
+  /// A long softmax ends after the other group's turn has come to K. Trials pause for that where they are long, too.
+  static constexpr bool kOneStage = C.ping_pong && C.stages == 1 && !C.reads_masks();
+  static constexpr bool kPauses = kOneStage && C.tile_n >= 64 && C.head_dim <= (C.modifies_scores() ? 128 : 96);
+  static constexpr bool kBringsInSoftmax = kPauses || (kOneStage && C.modifies_scores());
   static constexpr int kPassAt = ForwardTypes<C>::kKeySteps - (C.head_dim < 96 ? 1 : 2);
 
   using Producer = TmaFeatureProducer<C>;

@@ -37,17 +37,19 @@ constexpr double kNearTanh[] = {0.9999994557709395, -0.33326317935937444, 0.1319
 constexpr double kFarTanh[] = {0.999999413596981,   -0.33329042367377376, 0.1328143379266095,
                                -0.0516056715581516, 0.016743112289158223, -0.0030670592223828487};
 
-/// Whether all of the polynomial is numbers that no flush to zero takes away.
-template <int Terms>
-bool set_cap(CapSeries<Terms>& cap, double const (&series)[Terms], double end, FeatureParams const& p) {
-  double const ratio = double(p.scale) / p.softcap;
-  double power = double(p.scale) * kLog2e, least = 1e30;
-  for (int n = 0; n < Terms; ++n, power *= ratio * ratio) {
-    cap.terms[n] = float(series[n] * power);
-    least = std::min(least, std::abs(series[n] * power));
-  }
-  cap.limit = float(end / ratio);
-  return p.scale > 0.f && least >= FLT_MIN && std::max(ratio, double(p.scale)) < 1e6;
+/// Whether all of the polynomials is numbers that no flush to zero takes away.
+bool set_caps(FeatureParams& p) {
+  double const scale = p.scale, ratio = scale / p.softcap;
+  auto const set = [&]<int Terms>(CapSeries<Terms>& cap, double const(&series)[Terms], double end) {
+    double power = scale * kLog2e, least = 1e30;
+    for (int n = 0; n < Terms; ++n, power *= ratio * ratio) {
+      cap.terms[n] = float(series[n] * power);
+      least = std::min(least, std::abs(series[n] * power));
+    }
+    cap.limit = float(end / ratio);
+    return least >= FLT_MIN;
+  };
+  return scale > 0. && std::max(ratio, scale) < 1e6 && set(p.near_cap, kNearTanh, 0.5) && set(p.far_cap, kFarTanh, 1.);
 }
 
 /// Of a score-mod row, which takes what it is called with.
@@ -55,9 +57,7 @@ Modifier find_modifier(FeatureParams& p) {
   bool const drops = p.dropout_threshold != 0;
   if (p.softcap == 0.f && !p.alibi_slopes && drops && p.raw_scores && p.pack == 1) return Modifier::dropout;
   if (p.softcap == 0.f && p.alibi_slopes && !drops && p.pack == 1) return Modifier::alibi;
-  if (is_only_capped(p) && !drops && set_cap(p.near_cap, kNearTanh, 0.5, p) && set_cap(p.far_cap, kFarTanh, 1., p)) {
-    return Modifier::softcap;
-  }
+  if (is_only_capped(p) && !drops && set_caps(p)) return Modifier::softcap;
   return Modifier::any;
 }
 

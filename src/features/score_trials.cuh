@@ -7,12 +7,13 @@
 namespace cutlass_fmha {
 
 /// Scores as tanh(x) by a polynomial in x^2, in log2 units, right up to a magnitude of q k.
-template <int Terms>
-struct CapOnTrial : ScoreItself {
+template <int Terms, class Keys>
+struct CapOnTrial : ScoreOfWalk<Keys> {
   CapSeries<Terms> const& series;
   float largest = 0.f;  ///< magnitude; what is no number fails the trial itself
 
-  CUTE_DEVICE explicit CapOnTrial(CapSeries<Terms> const& series) : series(series) {}
+  CUTE_DEVICE CapOnTrial(Keys const& keys, int phase, CapSeries<Terms> const& series)
+      : ScoreOfWalk<Keys>(keys, phase), series(series) {}
   CUTE_DEVICE float exponent(float score, int, float, float subtracted) {
     float const square = score * score;
     float value = series.terms[Terms - 1];
@@ -26,14 +27,14 @@ struct CapOnTrial : ScoreItself {
 
 /// Scores with ALiBi's distances where they are a line: that of all rows but for what is the same for all keys of a
 /// row.
-template <ForwardConfig C>
-struct AlibiOnTrial : ScoreItself {
+template <ForwardConfig C, class Keys>
+struct AlibiOnTrial : ScoreOfWalk<Keys> {
   FeatureParams const& p;
   float slope;  ///< of that line, in log2 units
   float first;  ///< AlibiLine
 
-  CUTE_DEVICE AlibiOnTrial(FeatureParams const& p, AlibiLine<C> const& line)
-      : p(p), slope(line.slope * kLog2e), first(line.first) {}
+  CUTE_DEVICE AlibiOnTrial(Keys const& keys, int phase, AlibiLine<C> const& line)
+      : ScoreOfWalk<Keys>(keys, phase), p(keys.p), slope(line.slope * kLog2e), first(line.first) {}
 
   CUTE_DEVICE float subtracted(int row, float reference) const {
     return fmaf(-slope, first - float(accumulator_row(row, 0)), reference);
@@ -59,6 +60,7 @@ struct ScoreTerms {
   Keys const& keys;
   int phase;
   bool masked;
+  bool tried = false;  ///< there was a trial that pauses
 
   /// All that a trial doesn't.
   template <class Scores>
@@ -70,22 +72,24 @@ struct ScoreTerms {
   }
 
   template <class Trial>
-  CUTE_DEVICE bool fails(Trial const& trial) const {
+  CUTE_DEVICE bool fails(Trial const& trial) {
     if constexpr (M == Modifier::softcap) {
       int const large = uniform(keys.warp_scores().large);
       if (masked || large > 1) return true;
+      tried = true;
       return large == 0 ? fails(trial, keys.p.near_cap) : fails(trial, keys.p.far_cap);
     } else if constexpr (M == Modifier::alibi) {
+      tried = true;
       AlibiLine<C> const line(keys.p, keys.warp_scores(), keys.first_key(phase));
       // Without a branch around it, which takes registers: what is no line is rare.
-      return (masked || !line.exists) | trial(AlibiOnTrial<C>(keys.p, line));
+      return (masked || !line.exists) | trial(AlibiOnTrial<C, Keys>(keys, phase, line));
     } else {
       return trial(ScoreItself{});
     }
   }
   template <class Trial, int Terms>
   CUTE_DEVICE bool fails(Trial const& trial, CapSeries<Terms> const& series) const {
-    CapOnTrial<Terms> value(series);
+    CapOnTrial<Terms, Keys> value(keys, phase, series);
     bool const failed = trial(value);
     if (failed) {
       bool const large = __any_sync(0xffffffffu, !value.holds());
@@ -104,12 +108,14 @@ struct ScoreTerms {
       } else {
         block.add_alibi_of_head(scores);
       }
+      if (Keys::kPauses && !tried) keys.in_softmax(phase);
       if (keys.is_masked(phase)) block.hide_by_range(scores);
     }
   }
   /// What becomes of probabilities.
   template <class Pairs>
   CUTE_DEVICE void finish(Pairs&& pairs) const {
+    if constexpr (!kTried || !Keys::kPauses) keys.in_softmax(phase);
     if (M == Modifier::dropout || (M == Modifier::any && keys.p.dropout_threshold != 0)) {
       keys.block_at(phase).template drop_out<M == Modifier::dropout>(pairs);
     }

@@ -44,8 +44,7 @@ struct ScoreBlock {
     using namespace cute;
     float factor = p.scale;
     if (p.softcap != 0.f) {
-      CUTE_UNROLL
-      for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of_exp2(scores(i) * p.cap_scale);
+      cap(scores);
       factor = p.softcap;
     }
     if constexpr (C.scored()) {
@@ -65,7 +64,7 @@ struct ScoreBlock {
     }
   }
 
-  /// q k -> score, in units of p.score_unit, where scores are only capped.
+  /// q k -> score, in units of the softcap.
   template <class Scores>
   CUTE_DEVICE void cap(Scores&& scores) const {
     CUTE_UNROLL

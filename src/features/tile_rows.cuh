@@ -86,7 +86,12 @@ struct FeatureKeys : FeatureKeySource<C> {
   CUTE_DEVICE void take() const { Turn::take(warp); }
   CUTE_DEVICE void pass() const { Turn::pass(warp); }
   CUTE_DEVICE void before_turn(int phase) {
-    if (phase >= 2) this->refill_v(phase - 2 + C.stages);
+    if (phase >= 2 && !brings_in_softmax()) this->refill_v(phase - 2 + C.stages);
+  }
+  CUTE_DEVICE void in_softmax(int phase) const {
+    if constexpr (Source::kBringsInSoftmax) {
+      if (phase >= 1 && brings_in_softmax()) this->refill_v(phase - 1 + C.stages);
+    }
   }
   CUTE_DEVICE void end_scores(int phase) { this->refill_k(phase + C.stages); }
   CUTE_DEVICE uint32_t q_lane() const { return Product::q_lane(lane_id(), tile_row()); }
@@ -105,8 +110,8 @@ struct FeatureKeys : FeatureKeySource<C> {
     }
   }
   CUTE_DEVICE int end_phase() const { return seen_until; }
-  /// A branch in the midst of a turn, or of a phase, would hold up its mma. Two blocks of 256 threads have no registers
-  /// for that.
+  /// A branch in the midst of a turn, or of a phase, would hold up its mma. Two blocks of 256 threads branch, which
+  /// takes fewer registers: a thread has 128.
   CUTE_DEVICE bool is_masked(int phase) const {
     constexpr bool branches = C.threads() * C.min_blocks >= 512;
     return __any_sync(0xffffffffu, !Shared::phases(smem, warp).template is_full<branches>(phase));
@@ -150,6 +155,8 @@ struct FeatureKeys : FeatureKeySource<C> {
   CUTE_DEVICE static uint32_t v_lane(uint32_t, uint32_t v) { return v; }
   CUTE_DEVICE static uint32_t v_lane(uint32_t qv, std::nullptr_t) { return qv; }
 
+  /// Of pages each tile takes longer to ask for.
+  CUTE_DEVICE bool brings_in_softmax() const { return Source::kBringsInSoftmax && p.keys_stand == KeysStand::in_order; }
   CUTE_DEVICE WarpScores& warp_scores() const { return Shared::scores(smem, warp); }
   CUTE_DEVICE int first_key(int phase) const {
     int const back = C.modifies_scores() ? TilesBack{blocks, warp_scores().put_off}(phase) : phase;
