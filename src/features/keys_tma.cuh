@@ -147,9 +147,8 @@ struct TmaFeatureKeys : FeatureWalk<C> {
       Base::v_pipe;
   static constexpr bool kAsksInTurn = true;
   /// A long softmax ends after the other group's turn has come to K. Trials pause for that where they are long, too.
-  static constexpr bool kOneStage = C.ping_pong && C.stages == 1 && !C.reads_masks();
-  static constexpr bool kPauses = kOneStage && C.tile_n >= 64 && C.head_dim <= (C.modifies_scores() ? 128 : 96);
-  static constexpr bool kBringsInSoftmax = kPauses || (kOneStage && C.modifies_scores());
+  static constexpr bool kBringsInSoftmax = C.ping_pong && C.stages == 1 && C.modifies_scores();
+  static constexpr bool kPauses = kBringsInSoftmax && C.tile_n >= 64 && C.head_dim <= 128;
   static constexpr int kPassAt = ForwardTypes<C>::kKeySteps - (C.head_dim < 96 ? 1 : 2);
 
   using Producer = TmaFeatureProducer<C>;

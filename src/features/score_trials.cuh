@@ -6,6 +6,18 @@
 
 namespace cutlass_fmha {
 
+/// What a trial takes for the exponents of scores; in its midst, what is done in a softmax.
+template <class Keys>
+struct ScoreOfWalk : ScoreItself {
+  static constexpr bool kPauses = Keys::kPauses;
+
+  Keys const& keys;
+  int phase;
+
+  CUTE_DEVICE ScoreOfWalk(Keys const& keys, int phase) : keys(keys), phase(phase) {}
+  CUTE_DEVICE void pause() const { keys.in_softmax(phase); }
+};
+
 /// Scores as tanh(x) by a polynomial in x^2, in log2 units, right up to a magnitude of q k.
 template <int Terms, class Keys>
 struct CapOnTrial : ScoreOfWalk<Keys> {

@@ -53,7 +53,7 @@ struct CpAsyncKeys {
   static constexpr bool kKeepsConstants =
       C.architecture().uniform_phases || kRoomy || C.rows_per_warp() * C.head_dim < 32 * 128;
   static constexpr bool kEndsEarly = false, kMaskedFirst = true;
-  static constexpr bool kAsksInTurn = true, kBringsInSoftmax = false, kPauses = false;
+  static constexpr bool kAsksInTurn = true, kBringsInSoftmax = false;
   static constexpr int kPassAt = T::kKeySteps / 2;
   using Loader = TileLoader<C.head_dim, C.tile_n, kHalfThreads, C.copy, C.element_bytes()>;
 

@@ -110,7 +110,7 @@ struct TmaKeys {
   using Product = WarpProduct<C>;
   using Turn = Turns<C.warps, C.ping_pong>;
   static constexpr bool kEndsEarly = false, kMaskedFirst = true;
-  static constexpr bool kAsksInTurn = false, kBringsInSoftmax = false, kPauses = false;
+  static constexpr bool kAsksInTurn = false, kBringsInSoftmax = false;
   static constexpr int kPassAt = T::kKeySteps - (C.head_dim < 96 ? 1 : 2);
 
   struct Lanes {

@@ -16,9 +16,9 @@
 //                                from the beginning of a tile, q(), k() and v()
 //   take(), pass()               turns; second_group(): whether this warp comes second
 //   before_turn(p), end_scores(p)  bring what finds room by then: V after phase p - 2, K after the scores of phase p
-//   kBringsInSoftmax, kPauses, in_softmax(p)  whether, and how, V after phase p - 1 is brought during the softmax of
-//                                phase p: one stage is free for a while before a long one ends. In the midst of a
-//                                trial, or after it
+//   kBringsInSoftmax, in_softmax(p)  whether, and how, V after phase p - 1 is brought during the softmax of phase p:
+//   one
+//                                stage is free for a while before a long one ends
 //   is_masked(p), masked_end()   whether some row doesn't see all keys of a block; from that phase on, all rows do,
 //                                where kMaskedFirst says that there is such a phase
 //   kAsksInTurn, kPassAt         whether is_masked() is asked during a turn; before which n16 of the last step of
@@ -41,30 +41,6 @@ template <ForwardConfig C>
 CUTE_DEVICE int tile_row_of(int warp) {
   return (warp < C.warps / 2 ? warp : C.warps + C.warps / 2 - 1 - warp) * C.rows_per_warp();
 }
-
-/// Scores as they are, and in the midst of their trial what is done in a softmax.
-template <class Keys>
-struct ScoreOfWalk : ScoreItself {
-  static constexpr bool kPauses = Keys::kPauses;
-
-  Keys const& keys;
-  int phase;
-
-  CUTE_DEVICE ScoreOfWalk(Keys const& keys, int phase) : keys(keys), phase(phase) {}
-  CUTE_DEVICE void pause() const { keys.in_softmax(phase); }
-};
-
-/// OnlineSoftmax's terms of such scores.
-template <class Keys>
-struct TermsOfWalk : ScoresAsTheyAre {
-  ScoreOfWalk<Keys> score;
-
-  CUTE_DEVICE TermsOfWalk(Keys const& keys, int phase) : score(keys, phase) {}
-  template <class Trial>
-  CUTE_DEVICE bool fails(Trial const& trial) const {
-    return trial(score);
-  }
-};
 
 template <ForwardConfig C, class Keys, class Asked = std::nullptr_t>
 struct TileWalk {
@@ -334,9 +310,7 @@ struct TileWalk {
       } else {
         keys.before_softmax(phase, masked, scores);
       }
-      softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), keys.maxima(),
-                                   TermsOfWalk<Keys>(keys, phase));
-      if constexpr (First && Keys::kBringsInSoftmax) keys.in_softmax(phase);  // without a trial
+      softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), keys.maxima());
     }
   }
 };
