@@ -28,6 +28,9 @@ struct BackwardConfig : TileConfig, BackwardOptions {
   constexpr int keys_per_warp() const { return tile_n / group_warps(); }
   /// Queries that are handed over at once, between groups and to dQ.
   constexpr int unit() const { return groups ? tile_m / 2 : tile_m; }
+  /// Warps of a group that divide the columns of the gradient of their keys. A warp of few keys has those of its
+  /// neighbour as well, whose P or dS it finds in shared memory: each B fragment feeds twice as many mma.
+  constexpr int key_sharers() const { return groups && keys_per_warp() == 16 && !scored() ? 2 : 1; }
 
   /// Whether a unit's part of dQ waits in registers until the next one's scores are there: no fragments are read then
   /// for a while, which would stand behind it on their way.

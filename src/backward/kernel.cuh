@@ -44,25 +44,26 @@ CUTE_DEVICE void find_listed(BackwardParams const& p, ScoredKeyTile& tile) {
   tile.steps = p.listed_tiles[number];
 }
 
-/// Writes a gradient of this warp's keys. `dimensions`: of the tensor.
+/// Writes what this warp has of a gradient. `dimensions`: of the tensor.
 template <BackwardConfig C>
 CUTE_DEVICE void write_gradient(KeyTile const& tile, void* tensor, Strides const& stride, int dimensions, int warp,
                                 float factor, KeyGradient<C>& gradient) {
-  using T = MmaTypes<C.dtype, C.keys_per_warp()>;
+  using G = KeyGradientTypes<C>;
   if (tensor == nullptr) return;
   Sequence const& s = tile.sequence;
   auto* const to = static_cast<uint16_t*>(tensor) + s.entry_k * stride.batch + tile.head_kv * stride.head;
   auto rows = by_row(gradient);
   CUTE_UNROLL
-  for (int row = 0; row < 2 * T::kRowSteps; ++row) {
-    int const key = tile.key_begin + warp * C.keys_per_warp() + accumulator_row(row, lane_id());
+  for (int row = 0; row < 2 * G::kRowSteps; ++row) {
+    int const key = tile.key_begin + G::key(warp, row, lane_id());
     if (key >= s.keys) continue;
     uint16_t* const at = to + int64_t(s.first_k + key) * stride.seqlen + lane_id() % 4 * 2;
     CUTE_UNROLL
-    for (int n = 0; n < C.head_dim / 8; ++n) {
-      if (8 * n >= dimensions) break;
-      *reinterpret_cast<uint32_t*>(at + 8 * n) =
-          pack<typename T::Element>(rows(row, 2 * n) * factor, rows(row, 2 * n + 1) * factor);
+    for (int n = 0; n < G::kColumns / 8; ++n) {
+      int const column = G::column_begin(warp) + 8 * n;
+      if (column >= dimensions) break;
+      *reinterpret_cast<uint32_t*>(at + column) =
+          pack<typename G::Element>(rows(row, 2 * n) * factor, rows(row, 2 * n + 1) * factor);
     }
   }
 }

@@ -21,9 +21,21 @@ struct BackwardTypes : MmaTypes<C.dtype, C.keys_per_warp()> {
   using Probabilities = OperandA<BackwardTypes, kKeySteps>;
 };
 
-/// dK or dV of a warp's keys.
+/// dK or dV of a warp's keys, and then of its neighbour's; of all columns, or half of them.
 template <BackwardConfig C>
-using KeyGradient = typename MmaTypes<C.dtype, C.keys_per_warp()>::template Accumulator<C.head_dim>;
+struct KeyGradientTypes : MmaTypes<C.dtype, C.keys_per_warp() * C.key_sharers()> {
+  static constexpr int kColumns = C.head_dim / C.key_sharers();
+  using Gradient = typename MmaTypes<C.dtype, C.keys_per_warp() * C.key_sharers()>::template Accumulator<kColumns>;
+
+  CUTE_DEVICE static int column_begin(int warp) { return warp % C.key_sharers() * kColumns; }
+  /// The key of an accumulator's row, counted from the tile's first.
+  CUTE_DEVICE static int key(int warp, int row, int lane) {
+    constexpr int kOwn = C.keys_per_warp() / 8;  // rows
+    return (row < kOwn ? warp : warp ^ 1) * C.keys_per_warp() + accumulator_row(row % kOwn, lane);
+  }
+};
+template <BackwardConfig C>
+using KeyGradient = typename KeyGradientTypes<C>::Gradient;
 
 /// dQ of a unit or tile: the warps of a group divide its queries and its columns.
 template <BackwardConfig C>

@@ -168,18 +168,21 @@ struct BackwardParts {
         read, [&](int i, int n, auto&& q) FMHA_INLINE { read_queries<Tile>(tile, row_step + n, i, q); }, scores);
   }
 
-  /// gradient += P^T dO, or dS^T Q.
-  template <class Tile, class Types>
-  CUTE_DEVICE void add_queries(typename Types::Probabilities const& factors, uint32_t tile, int row_step,
-                               Gradient& gradient) const {
+  /// gradient += P^T dO, or dS^T Q. `factors`: of the gradient's keys, and of some 16 queries.
+  template <class Tile, class Factors>
+  CUTE_DEVICE void add_queries(Factors const& factors, uint32_t tile, int row_step, Gradient& gradient) const {
     using namespace cute;
+    using G = KeyGradientTypes<C>;
+    if constexpr (C.key_sharers() > 1) {
+      tile += G::column_begin(warp) / Tile::P::kWidth * (Tile::kRows * Tile::P::kRowBytes);
+    }
     CUTE_UNROLL
-    for (int step = 0; step < Types::kKeySteps; ++step) {
+    for (int step = 0; step < size<2>(factors); ++step) {
       CUTE_UNROLL
-      for (int n = 0; n < T::kDimSteps; ++n) {
+      for (int n = 0; n < G::kColumns / 16; ++n) {
         OperandsB<T, 1> b;
         load_piece<Tile, true>(smem, tile, rows_first, row_step + step, n, b(_, _, 0));
-        multiply<T>(factors(_, _, step), b(_, _, 0), gradient, n);
+        multiply<G>(factors(_, _, step), b(_, _, 0), gradient, n);
       }
       repeat_mma_passes<typename T::Mma>(gradient);
     }
@@ -340,8 +343,8 @@ struct BackwardParts {
         CUTE_UNROLL
         for (int m = 0; m < T::kRowSteps; ++m) {
           auto const words = cute::recast<uint32_t>(factors(cute::_, m, step));
-          cute::SM90_U32x4_STSM_N::copy(words(0), words(1), words(2), words(3),
-                                        *scores_operand<cute::uint128_t>(m, column_step + step, tile));
+          auto* const to = reinterpret_cast<cute::uint128_t*>(smem + scores_offset(warp, m, column_step + step, tile));
+          cute::SM90_U32x4_STSM_N::copy(words(0), words(1), words(2), words(3), *to);
         }
       }
       return;
@@ -358,13 +361,12 @@ struct BackwardParts {
       }
     }
   }
-  /// 16 bytes a lane, those that ldmatrix.x4 and stmatrix.x4 ask of it, of 16 of the warp's keys and 16 queries of dS.
-  template <class Word>
-  CUTE_DEVICE Word* scores_operand(int m, int column_step, uint32_t tile) const {
+  /// Where a lane has its 16 bytes, those that ldmatrix.x4 and stmatrix.x4 ask of it, of 16 of a warp's keys and 16
+  /// queries of dS.
+  CUTE_DEVICE uint32_t scores_offset(int warp, int m, int column_step, uint32_t tile) const {
     constexpr bool kKnown = kStoresMatrices && ScoresTile::P::kRowBytes == QTile::P::kRowBytes;
     uint32_t const lane = kKnown ? rows_first : ScoresTile::lane_offset(MatrixLane::rows_first(lane_id()));
-    return reinterpret_cast<Word*>(smem + tile + warp * C.keys_per_warp() * ScoresTile::P::kRowBytes +
-                                   ScoresTile::piece(lane, m, column_step));
+    return tile + warp * C.keys_per_warp() * ScoresTile::P::kRowBytes + ScoresTile::piece(lane, m, column_step);
   }
 
   /// The same to memory, of the steps of the walk. `eights`: queries before, by 8.

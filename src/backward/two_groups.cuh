@@ -111,14 +111,17 @@ struct TwoGroupWalk : BackwardParts<C> {
           scores_pipe.producer_acquire(unit);
           hand_over(step, half, probabilities);
         }
-        mbarrier_arrive(probabilities_barrier(step, half));
+        auto const of_sharers = share(probabilities, [&](int m, int i, auto&& p) FMHA_INLINE {
+          read_probabilities(neighbour(), m, half * Unit::kKeySteps + i, scores_at(step), p);
+        });
+        mbarrier_arrive(probabilities_barrier(step, half, neighbour()));  // its place is free for dS
         dout_pipe.consumer_wait(unit);
         if (!C.scored() || params.dv != nullptr)
-          this->template add_queries<DoutTile, Unit>(probabilities, dout_at(step, half), 0, dv);
+          this->template add_queries<DoutTile>(of_sharers, dout_at(step, half), 0, dv);
         if constexpr (C.head_dim == 96) {
           dout_pipe.consumer_release_fenced(unit);
         } else {
-          release(dout_pipe, unit, dv);
+          dout_pipe.consumer_release(unit, made_of(dv));
         }
         if constexpr (C.whole_dq) {
           if (half == 1 && step > 0 && !(C.shares_dq && step % 2 == 0)) finish_tile(step - 1, before);
@@ -179,7 +182,9 @@ struct TwoGroupWalk : BackwardParts<C> {
                                                        FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
                                                    dout_at(step, half), row / 16, scores);
         if (last) dout_pipe.consumer_release(unit, made_of(scores));
-        if (first) mbarrier_wait(probabilities_barrier(step, half), step / Layout::kScoresTiles & 1);
+        // A, too, has read the first half by now, or nearly. What takes its place has until the next tile to come.
+        if (first && half == 1 && step + kAhead < steps) load_dout(unit + 2 * kAhead - 1, ahead(at));
+        if (first) mbarrier_wait(probabilities_barrier(step, half, warp), step / Layout::kScoresTiles & 1);
         take_over(step, begin / 16, probabilities);
         if constexpr (C.scored()) {
           of_chunk.differentiate(probabilities, scores, d);
@@ -188,10 +193,12 @@ struct TwoGroupWalk : BackwardParts<C> {
         }
         __syncwarp();  // all lanes have their P: dS may take its place
         this->template store_scores<Chunk>(begin / 16, probabilities, scores_at(step));
+        auto const of_sharers = share(probabilities, [&](int m, int i, auto&& ds) FMHA_INLINE {
+          load_matrix<cute::SM75_U32x4_LDSM_N>(
+              smem, this->scores_offset(neighbour(), m, begin / 16 + i, scores_at(step)), ds);
+        });
         if (last) scores_pipe.producer_commit(unit);
-        if (last && step + kAhead < steps && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
-        if (!C.scored() || params.dk != nullptr)
-          this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
+        if (!C.scored() || params.dk != nullptr) this->template add_queries<QTile>(of_sharers, q_tile, begin / 16, dk);
         if (C.shares_dq && last && half == 0 && step > 0) {
           if constexpr (!C.whole_dq) {
             finish(unit - 1, last_tile);
@@ -200,7 +207,7 @@ struct TwoGroupWalk : BackwardParts<C> {
           }
         }
       }
-      release(q_pipe, step, dk);
+      q_pipe.consumer_release(step, made_of(dk));
       if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
       if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }
@@ -212,14 +219,24 @@ struct TwoGroupWalk : BackwardParts<C> {
   }
 
  private:
-  /// Of a tile of which a gradient was made.
-  template <class Pipe>
-  CUTE_DEVICE static void release(Pipe const& pipe, int tile, Gradient const& gradient) {
-    if constexpr (C.head_dim == 256) {
-      pipe.consumer_release_fenced(tile);
-    } else {
-      pipe.consumer_release(tile, made_of(gradient));
+  /// The warp with which this one divides gradients, or this one itself.
+  CUTE_DEVICE int neighbour() const { return warp ^ (C.key_sharers() - 1); }
+  /// P or dS of all keys of whose gradient this warp has a part: `own`, and what its neighbour has stored by now, which
+  /// read(m, step, fragment) brings.
+  template <class Own, class Read>
+  CUTE_DEVICE auto share(Own const& own, [[maybe_unused]] Read const& read) const {
+    constexpr int kRowSteps = Unit::kRowSteps, kSteps = cute::size<2>(Own{});
+    OperandA<KeyGradientTypes<C>, kSteps> all;
+    if constexpr (C.key_sharers() > 1) named_barrier_sync(1 + thread_id() / 64, 64);
+    CUTE_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      CUTE_UNROLL
+      for (int m = 0; m < kRowSteps; ++m) {
+        cute::copy(own(cute::_, m, step), all(cute::_, m, step));
+        if constexpr (C.key_sharers() > 1) read(m, step, all(cute::_, kRowSteps + m, step));
+      }
     }
+    return all;
   }
   /// What is asked for while the tile before `at` is read.
   CUTE_DEVICE QueryCursor ahead(QueryCursor const& at) const { return kAhead > 1 ? this->after(at, place().walk) : at; }
@@ -230,7 +247,7 @@ struct TwoGroupWalk : BackwardParts<C> {
   CUTE_DEVICE static uint32_t scores_at(int step) {
     return Layout::kScores + (C.whole_dq ? step % 2 * Layout::kScoresTile : 0);
   }
-  CUTE_DEVICE uint32_t probabilities_barrier(int step, int half) const {
+  CUTE_DEVICE uint32_t probabilities_barrier(int step, int half, int warp) const {
     int const unit = C.whole_dq ? step % 2 * 2 + half : half;
     return barriers() + Barriers::kProbabilities + 8 * (Layout::kScoresUnits * warp + unit);
   }
@@ -297,8 +314,8 @@ struct TwoGroupWalk : BackwardParts<C> {
       CUTE_UNROLL
       for (int m = 0; m < Unit::kRowSteps; ++m) {
         auto const words = cute::recast<uint32_t>(probabilities(cute::_, m, i));
-        *this->template scores_operand<uint4>(m, half * Unit::kKeySteps + i, scores_at(step)) = {words(0), words(1),
-                                                                                                 words(2), words(3)};
+        *reinterpret_cast<uint4*>(smem + this->scores_offset(warp, m, half * Unit::kKeySteps + i, scores_at(step))) = {
+            words(0), words(1), words(2), words(3)};
       }
     }
   }
@@ -306,12 +323,16 @@ struct TwoGroupWalk : BackwardParts<C> {
     CUTE_UNROLL
     for (int i = 0; i < Chunk::kKeySteps; ++i) {
       CUTE_UNROLL
-      for (int m = 0; m < Chunk::kRowSteps; ++m) {
-        uint4 const from = *this->template scores_operand<uint4>(m, column_step + i, scores_at(step));
-        auto words = cute::recast<uint32_t>(probabilities(cute::_, m, i));
-        words(0) = from.x, words(1) = from.y, words(2) = from.z, words(3) = from.w;
-      }
+      for (int m = 0; m < Chunk::kRowSteps; ++m)
+        read_probabilities(warp, m, column_step + i, scores_at(step), probabilities(cute::_, m, i));
     }
+  }
+  /// What a warp of A handed over.
+  template <class Fragment>
+  CUTE_DEVICE void read_probabilities(int warp, int m, int column_step, uint32_t tile, Fragment&& fragment) const {
+    uint4 const from = *reinterpret_cast<uint4 const*>(smem + this->scores_offset(warp, m, column_step, tile));
+    auto words = cute::recast<uint32_t>(fragment);
+    words(0) = from.x, words(1) = from.y, words(2) = from.z, words(3) = from.w;
   }
 
   CUTE_DEVICE void load_q(int step, QueryCursor const& at) const {

@@ -84,8 +84,7 @@ struct BackwardWalk : BackwardParts<C> {
           this->template score<T>(masked, scores, probabilities, factors, terms + begin * 4, at,
                                   at.tile * C.tile_m + begin);
           if (chunk == 0) dout_pipe.consumer_wait(step);
-          if (params.dv != nullptr)
-            this->template add_queries<QTile, T>(probabilities, dout_tile(step), begin / 16, dv);
+          if (params.dv != nullptr) this->template add_queries<QTile>(probabilities, dout_tile(step), begin / 16, dv);
           auto const of_chunk = this->template scored_chunk<T>(at, at.tile * C.tile_m + begin);
           auto const d = [&](int pair) { return this->terms_at(terms + (C.tile_m + begin) * 4, pair); };
           of_chunk.start(scores, d);
@@ -97,7 +96,7 @@ struct BackwardWalk : BackwardParts<C> {
           if (chunk == 0) dout_pipe.consumer_wait(step);
           this->template start_with_terms<T>(scores, terms + (C.tile_m + begin) * 4);
           this->template add_scores<QTile, T>(values_of, dout_tile(step), begin / 16, scores);
-          this->template add_queries<QTile, T>(probabilities, dout_tile(step), begin / 16, dv);
+          this->template add_queries<QTile>(probabilities, dout_tile(step), begin / 16, dv);
           this->template differentiate<T>(probabilities, scores);
         }
         if constexpr (C.writes_scores) {
@@ -113,7 +112,7 @@ struct BackwardWalk : BackwardParts<C> {
           if constexpr (C.writes_scores) load_dout(step + 1, next(at));
         }
         if (!C.scored() || params.dk != nullptr)
-          this->template add_queries<QTile, T>(probabilities, q_tile, begin / 16, dk);
+          this->template add_queries<QTile>(probabilities, q_tile, begin / 16, dk);
       }
       q_pipe.consumer_release(step, made_of(dk));
       if constexpr (!C.writes_scores) {

@@ -67,7 +67,7 @@ struct MatrixLane {
 template <int HeadDim, int Rows, int ElementBytes>
 struct LdmatrixTile {
   using P = Panels<HeadDim, ElementBytes>;
-  static constexpr int kStepsPerPanel = P::kChunks / 2;
+  static constexpr int kRows = Rows, kStepsPerPanel = P::kChunks / 2;
 
   CUTE_HOST_DEVICE static uint32_t lane_offset(int row, int column) {
     return P::template byte_offset<Rows>(row, column);
