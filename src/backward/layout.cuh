@@ -116,7 +116,7 @@ struct OneGroupBarriers {
 template <int DoutUnits, int ScoresUnits>
 struct TwoGroupBarriers {
   static constexpr int kQ = 0, kDout = kQ + TilePipeline<2>::kBytes, kScores = kDout + TilePipeline<DoutUnits>::kBytes;
-  static constexpr int kProbabilities = kScores + TilePipeline<ScoresUnits>::kBytes;  ///< so many of each pair of warps
+  static constexpr int kProbabilities = kScores + TilePipeline<ScoresUnits>::kBytes;  ///< of each pair across groups
   static constexpr int kBytes = kProbabilities + 4 * ScoresUnits * int(sizeof(uint64_t));
 };
 

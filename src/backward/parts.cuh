@@ -168,7 +168,7 @@ struct BackwardParts {
         read, [&](int i, int n, auto&& q) FMHA_INLINE { read_queries<Tile>(tile, row_step + n, i, q); }, scores);
   }
 
-  /// gradient += P^T dO, or dS^T Q. `factors`: of the gradient's keys, and of some 16 queries.
+  /// gradient += P^T dO, or dS^T Q. `factors`: of the gradient's keys, and of a tile's queries from 16 * row_step on.
   template <class Tile, class Factors>
   CUTE_DEVICE void add_queries(Factors const& factors, uint32_t tile, int row_step, Gradient& gradient) const {
     using namespace cute;

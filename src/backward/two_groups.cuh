@@ -5,6 +5,9 @@
 // Units of half a tile are handed over: P by a warp of A to its partner in B, in registers' order, at the place where
 // dS of the same scores comes afterwards; dS by all of B to dQ, which is computed a unit late, or copied to memory. All
 // of dQ is A's, or B has that of every second unit: then each has 2.5 of the five products. B asks for tiles.
+//
+// Where two neighbours of a group divide the columns of the gradient of both's keys (key_sharers), each finds the
+// other's P, or dS, in that place. In A each then tells the other's partner that dS may come there.
 #pragma once
 
 #include "parts.cuh"
@@ -28,6 +31,8 @@ struct TwoGroupWalk : BackwardParts<C> {
   static constexpr int kUnit = C.unit();
   static constexpr int kDoutUnit = Layout::kDoutTile / 2;
   static constexpr int kAhead = Layout::kDoutUnits / 2;  ///< tiles of dO
+  /// Where ptxas would release a tile before all of it is read if the next dO were asked for earlier.
+  static constexpr bool kAsksLate = C.writes_scores && C.head_dim == 64;
   static_assert(C.warps == 8);
   static_assert(!(C.shares_dq || C.whole_dq) || (!C.scored() && !C.writes_scores),
                 "only A awaits turns, and copies dS");
@@ -183,7 +188,7 @@ struct TwoGroupWalk : BackwardParts<C> {
                                                    dout_at(step, half), row / 16, scores);
         if (last) dout_pipe.consumer_release(unit, made_of(scores));
         // A, too, has read the first half by now, or nearly. What takes its place has until the next tile to come.
-        if (first && half == 1 && step + kAhead < steps) load_dout(unit + 2 * kAhead - 1, ahead(at));
+        if (!kAsksLate && first && half == 1 && step + kAhead < steps) load_dout(unit + 2 * kAhead - 1, ahead(at));
         if (first) mbarrier_wait(probabilities_barrier(step, half, warp), step / Layout::kScoresTiles & 1);
         take_over(step, begin / 16, probabilities);
         if constexpr (C.scored()) {
@@ -198,6 +203,7 @@ struct TwoGroupWalk : BackwardParts<C> {
               smem, this->scores_offset(neighbour(), m, begin / 16 + i, scores_at(step)), ds);
         });
         if (last) scores_pipe.producer_commit(unit);
+        if (kAsksLate && last && half == 1 && step + kAhead < steps) load_dout(unit + 2 * kAhead - 1, ahead(at));
         if (!C.scored() || params.dk != nullptr) this->template add_queries<QTile>(of_sharers, q_tile, begin / 16, dk);
         if (C.shares_dq && last && half == 0 && step > 0) {
           if constexpr (!C.whole_dq) {
