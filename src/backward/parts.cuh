@@ -364,9 +364,19 @@ struct BackwardParts {
   /// Where a lane has its 16 bytes, those that ldmatrix.x4 and stmatrix.x4 ask of it, of 16 of a warp's keys and 16
   /// queries of dS.
   CUTE_DEVICE uint32_t scores_offset(int warp, int m, int column_step, uint32_t tile) const {
+    return scores_of(warp, tile) + ScoresTile::piece(scores_rows_first(), m, column_step);
+  }
+  /// These as an A operand.
+  template <class Fragment>
+  CUTE_DEVICE void read_scores(int warp, int m, int column_step, uint32_t tile, Fragment&& fragment) const {
+    load_piece<ScoresTile>(smem, scores_of(warp, tile), scores_rows_first(), m, column_step, fragment);
+  }
+  CUTE_DEVICE static uint32_t scores_of(int warp, uint32_t tile) {
+    return tile + warp * C.keys_per_warp() * ScoresTile::P::kRowBytes;
+  }
+  CUTE_DEVICE uint32_t scores_rows_first() const {
     constexpr bool kKnown = kStoresMatrices && ScoresTile::P::kRowBytes == QTile::P::kRowBytes;
-    uint32_t const lane = kKnown ? rows_first : ScoresTile::lane_offset(MatrixLane::rows_first(lane_id()));
-    return tile + warp * C.keys_per_warp() * ScoresTile::P::kRowBytes + ScoresTile::piece(lane, m, column_step);
+    return kKnown ? rows_first : ScoresTile::lane_offset(MatrixLane::rows_first(lane_id()));
   }
 
   /// The same to memory, of the steps of the walk. `eights`: queries before, by 8.

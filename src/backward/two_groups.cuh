@@ -199,8 +199,7 @@ struct TwoGroupWalk : BackwardParts<C> {
         __syncwarp();  // all lanes have their P: dS may take its place
         this->template store_scores<Chunk>(begin / 16, probabilities, scores_at(step));
         auto const of_sharers = share(probabilities, [&](int m, int i, auto&& ds) FMHA_INLINE {
-          load_matrix<cute::SM75_U32x4_LDSM_N>(
-              smem, this->scores_offset(neighbour(), m, begin / 16 + i, scores_at(step)), ds);
+          this->read_scores(neighbour(), m, begin / 16 + i, scores_at(step), ds);
         });
         if (last) scores_pipe.producer_commit(unit);
         if (kAsksLate && last && half == 1 && step + kAhead < steps) load_dout(unit + 2 * kAhead - 1, ahead(at));
