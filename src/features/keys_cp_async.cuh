@@ -14,7 +14,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   using Base::p, Base::smem, Base::warp, Base::blocks, Base::k_pipe, Base::v_pipe;
   using Base::second_group, Base::place, Base::looks_ahead;
   static constexpr int kHalfThreads = C.threads() / 2;
-  static constexpr bool kAsksInTurn = true, kBringsInSoftmax = false, kPauses = false;
+  static constexpr bool kAsksInTurn = true, kBringsInSoftmax = false;
   static constexpr int kPassAt = ForwardTypes<C>::kKeySteps / 2;
   using KLoader = RowLoader<C.head_dim, C.tile_n, kHalfThreads, C.element_bytes()>;
   using VLoader = RowLoader<C.head_dim_v(), C.tile_n, kHalfThreads, C.element_bytes()>;

@@ -146,9 +146,8 @@ struct TmaFeatureKeys : FeatureWalk<C> {
   using Base::Base, Base::p, Base::smem, Base::warp, Base::blocks, Base::last_begin, Base::put_off, Base::k_pipe,
       Base::v_pipe;
   static constexpr bool kAsksInTurn = true;
-  /// A long softmax ends after the other group's turn has come to K. Trials pause for that where they are long, too.
+  /// A long softmax ends after the other group's turn has come to K.
   static constexpr bool kBringsInSoftmax = C.ping_pong && C.stages == 1 && C.modifies_scores();
-  static constexpr bool kPauses = kBringsInSoftmax && C.tile_n >= 64 && C.head_dim <= 128;
   static constexpr int kPassAt = ForwardTypes<C>::kKeySteps - (C.head_dim < 96 ? 1 : 2);
 
   using Producer = TmaFeatureProducer<C>;

@@ -24,6 +24,8 @@ struct FeatureKeys : FeatureKeySource<C> {
   using Source::p, Source::smem, Source::warp, Source::blocks, Source::last_begin, Source::put_off;
   using Source::place;
   static constexpr bool kEndsEarly = true, kMaskedFirst = false;
+  /// Whether a trial pauses for in_softmax(): a long one.
+  static constexpr bool kPauses = Source::kBringsInSoftmax && C.tile_n >= 64 && C.head_dim <= 128;
   /// Of masked rows: whether there is room to hide keys where they are read. All by cp.async have none in a bias.
   static constexpr bool hides_first(bool bias) {
     return (C.ping_pong || is_roomy(C)) && (C.copy == Copy::tma || !bias);

@@ -17,8 +17,7 @@
 //   take(), pass()               turns; second_group(): whether this warp comes second
 //   before_turn(p), end_scores(p)  bring what finds room by then: V after phase p - 2, K after the scores of phase p
 //   kBringsInSoftmax, in_softmax(p)  whether, and how, V after phase p - 1 is brought during the softmax of phase p:
-//   one
-//                                stage is free for a while before a long one ends
+//                                one stage is free for a while before a long one ends
 //   is_masked(p), masked_end()   whether some row doesn't see all keys of a block; from that phase on, all rows do,
 //                                where kMaskedFirst says that there is such a phase
 //   kAsksInTurn, kPassAt         whether is_masked() is asked during a turn; before which n16 of the last step of
