@@ -134,7 +134,7 @@ void set_tensor_maps(BackwardTmaParams& p, BackwardConfig const& config) {
   Shape const queries{entries, rows, p.num_heads, p.head_dim, config.head_dim};
   Shape const outputs{entries, rows, p.num_heads, p.head_dim_v, config.head_dim};
   if (rows == 0) return;
-  p.q_map = describe(p.q, p.q_stride, queries, config.tile_m, config);
+  p.q_map = describe(p.q, p.q_stride, queries, config.unit(), config);
   p.dout_map = describe(p.dout, p.dout_stride, outputs, config.unit(), config);
 }
 

@@ -26,7 +26,7 @@ struct BackwardConfig : TileConfig, BackwardOptions {
   constexpr int group_warps() const { return groups ? warps / 2 : warps; }
   /// Each warp of a group owns this many consecutive keys.
   constexpr int keys_per_warp() const { return tile_n / group_warps(); }
-  /// Queries that are handed over at once, between groups and to dQ.
+  /// Queries that come at once, and are handed over at once, between groups and to dQ.
   constexpr int unit() const { return groups ? tile_m / 2 : tile_m; }
   /// Warps of a group that divide the columns of the gradient of their keys. A warp of few keys has those of its
   /// neighbour as well, whose P or dS it finds in shared memory: each B fragment feeds twice as many mma.

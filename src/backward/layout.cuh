@@ -113,9 +113,9 @@ struct OneGroupBarriers {
   static constexpr int kQ = 0, kDout = kQ + TilePipeline<2>::kBytes, kScores = kDout + TilePipeline<1>::kBytes;
   static constexpr int kBytes = kScores + TilePipeline<1>::kBytes;
 };
-template <int DoutUnits, int ScoresUnits>
+template <int QueryUnits, int ScoresUnits>
 struct TwoGroupBarriers {
-  static constexpr int kQ = 0, kDout = kQ + TilePipeline<2>::kBytes, kScores = kDout + TilePipeline<DoutUnits>::kBytes;
+  static constexpr int kQueries = 0, kScores = kQueries + TilePipeline<QueryUnits>::kBytes;
   static constexpr int kProbabilities = kScores + TilePipeline<ScoresUnits>::kBytes;  ///< of each pair across groups
   static constexpr int kBytes = kProbabilities + 4 * ScoresUnits * int(sizeof(uint64_t));
 };
@@ -123,22 +123,20 @@ struct TwoGroupBarriers {
 template <BackwardConfig C>
 struct BackwardLayout {
   using Place = std::conditional_t<C.scored(), ScoredKeyTile, KeyTile>;
-  static constexpr int kQStages = 2;
-  static constexpr int kKTile = C.tile_n * C.head_dim * 2, kQTile = C.tile_m * C.head_dim * 2, kDoutTile = kQTile;
-  static constexpr int kScoresTile = C.tile_n * C.tile_m * 2, kTerms = 2 * C.tile_m * int(sizeof(float));
+  static constexpr int kKTile = C.tile_n * C.head_dim * 2, kQTile = C.unit() * C.head_dim * 2;
+  static constexpr int kScoresTile = C.tile_n * C.tile_m * 2, kTerms = 2 * C.unit() * int(sizeof(float));
   static constexpr int kScoresTiles = C.whole_dq ? 2 : 1, kScoresUnits = 2 * kScoresTiles;
-  static constexpr int kAllScores = kScoresTiles * kScoresTile;
+  /// Of one group, tiles of Q, and one of dO behind them. Of two groups, units of Q, each with its dO.
+  static constexpr int kQStages = C.groups ? 3 : 2;
   static constexpr int kQ = kKTile;
-  static constexpr int kDout = kQ + kQStages * kQTile;
-  /// Of two groups, two tiles where there is room for them beside the rest.
-  static constexpr int kDoutTiles = C.groups && kDout + 2 * kDoutTile + kAllScores <= 96 * 1024 ? 2 : 1;
-  static constexpr int kDoutUnits = 2 * kDoutTiles;
-  static constexpr int kScores = kDout + kDoutTiles * kDoutTile;  ///< dS, [key, query]
-  static constexpr int kRowTerms = kScores + kAllScores;
+  static constexpr int kDout = kQ + kQStages * kQTile;                                    ///< of one group
+  static constexpr int kUnitBytes = 2 * kQTile;                                           ///< of Q and dO
+  static constexpr int kScores = C.groups ? kQ + kQStages * kUnitBytes : kDout + kQTile;  ///< dS, [key, query]
+  static constexpr int kRowTerms = kScores + kScoresTiles * kScoresTile;
   static constexpr int kPlace = kRowTerms + kQStages * kTerms;
   static constexpr int kBarriers = kPlace + (int(sizeof(Place)) + 15) / 16 * 16;
   static constexpr int kBytes =
-      kBarriers + (C.groups ? TwoGroupBarriers<kDoutUnits, kScoresUnits>::kBytes : OneGroupBarriers::kBytes);
+      kBarriers + (C.groups ? TwoGroupBarriers<kQStages, kScoresUnits>::kBytes : OneGroupBarriers::kBytes);
   static_assert(kBytes <= 99 * 1024, "sm_89 and sm_120 have no more");
 
   /// V stands there before the walk, on its way to registers.

@@ -30,8 +30,7 @@ struct BackwardParts {
   using Gradient = KeyGradient<C>;
   using Values = OperandA<T, T::kDimSteps>;
   using KTile = LdmatrixTile<C.head_dim, C.tile_n, C.element_bytes()>;
-  using QTile = LdmatrixTile<C.head_dim, C.tile_m, C.element_bytes()>;
-  using DoutTile = LdmatrixTile<C.head_dim, C.unit(), C.element_bytes()>;
+  using QTile = LdmatrixTile<C.head_dim, C.unit(), C.element_bytes()>;  ///< of dO, too
   using ScoresTile = LdmatrixTile<C.tile_m, C.tile_n, C.element_bytes()>;
   using KeyLoader = RowLoader<C.head_dim, C.tile_n, C.threads(), C.element_bytes()>;
   static constexpr bool kStoresMatrices = C.groups && C.arch >= 90;  ///< dS, by stmatrix
@@ -98,13 +97,13 @@ struct BackwardParts {
   CUTE_DEVICE static int thread_of() {
     return (kStoresMatrices ? thread_id() : threadIdx.x) % Threads;
   }
-  /// `Rows` queries from row `row` of a tile on, by `Threads` threads.
-  template <int Rows, int Threads>
+  /// A unit's queries, from row `row` of a tile on, by `Threads` threads.
+  template <int Threads>
   CUTE_DEVICE void load_queries(uint16_t const* first, Strides const& stride, QueryCursor const& at, int row,
                                 uint32_t tile, int head_dim) const {
     int const begin = at.tile * C.tile_m + row, there = place().sequence.queries - begin;
     auto const* const from = first + at.head * stride.head + begin * stride.seqlen;
-    RowLoader<C.head_dim, Rows, Threads, C.element_bytes()>::load(
+    RowLoader<C.head_dim, C.unit(), Threads, C.element_bytes()>::load(
         smem + tile, from, head_dim, true, [&](int r) { return r < there ? from + r * stride.seqlen : nullptr; },
         thread_of<Threads>());
   }
@@ -112,28 +111,28 @@ struct BackwardParts {
   CUTE_DEVICE bool comes_by_tma(QueryCursor const& at) const {
     return C.copy == Copy::tma && (at.tile + 1) * C.tile_m <= place().sequence.queries;
   }
-  /// By one thread, which then counts as `producers`. `Rows` queries from row `row` of such a tile on.
-  template <int Rows, class Pipe>
-  CUTE_DEVICE void request_queries(TensorMap const& map, Pipe const& pipe, int barriers, int number, int producers,
-                                   QueryCursor const& at, int row, uint32_t tile) const {
-    using Tile = TmaTile<C.head_dim, Rows, C.element_bytes()>;
+  /// By one thread, which arrives at the barrier once, `barrier` bytes from barriers() on. A unit's queries, from row
+  /// `row` of such a tile on.
+  CUTE_DEVICE void request_queries(TensorMap const& map, int barrier, QueryCursor const& at, int row,
+                                   uint32_t tile) const {
+    using Tile = TmaTile<C.head_dim, C.unit(), C.element_bytes()>;
     KeyTile const& here = place();
     // What other tiles left there by cp.async comes before.
     if (here.sequence.queries % C.tile_m != 0) cute::tma_store_fence();
-    auto* const barrier = reinterpret_cast<uint64_t*>(smem + Layout::kBarriers + barriers + pipe.full_offset(number));
-    Tile::load(map, barrier, smem + tile, Tile::kPanelBytes, here.sequence.first_q + at.tile * C.tile_m + row,
-               here.head + at.head, here.sequence.entry_q);
-    pipe.producer_commit(number, producers - 1);
+    Tile::load(map, reinterpret_cast<uint64_t*>(smem + Layout::kBarriers + barrier), smem + tile, Tile::kPanelBytes,
+               here.sequence.first_q + at.tile * C.tile_m + row, here.head + at.head, here.sequence.entry_q);
   }
   CUTE_DEVICE BackwardTmaParams const& maps() const { return static_cast<BackwardTmaParams const&>(params); }
 
-  /// The terms of a tile's rows.
+  /// The terms of a unit's rows, from row `row` of a tile on.
   template <int Threads>
-  CUTE_DEVICE void load_terms(QueryCursor const& at, uint32_t to) const {
+  CUTE_DEVICE void load_terms(QueryCursor const& at, int row, uint32_t to) const {
+    constexpr int kPieces = C.unit() / 4;  // of each of the two terms
     int const thread = thread_of<Threads>();
-    if (thread >= Layout::kTerms / 16) return;
+    if (thread >= 2 * kPieces) return;
+    int const from = C.groups ? thread / kPieces * C.tile_m + row + thread % kPieces * 4 : thread * 4;
     cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
-        *reinterpret_cast<cute::uint128_t const*>(place().terms + tile_number(at) * (2 * C.tile_m) + thread * 4),
+        *reinterpret_cast<cute::uint128_t const*>(place().terms + tile_number(at) * (2 * C.tile_m) + from),
         *reinterpret_cast<cute::uint128_t*>(smem + to + thread * 16));
   }
 
@@ -156,32 +155,32 @@ struct BackwardParts {
     for (int step = 0; step < T::kDimSteps; ++step) read_keys(tile, step, values(cute::_, cute::_, step));
   }
   /// Dimensions 16 * step of queries 16 * row_step of a tile.
-  template <class Tile, class Fragment>
+  template <class Fragment>
   CUTE_DEVICE void read_queries(uint32_t tile, int row_step, int step, Fragment&& fragment) const {
-    load_piece<Tile>(smem, tile, columns_first, row_step, step, fragment);
+    load_piece<QTile>(smem, tile, columns_first, row_step, step, fragment);
   }
 
   /// scores += (K or V) (Q or dO)^T, of the queries from 16 * row_step on of a tile.
-  template <class Tile, class Types, class ReadKeys>
+  template <class Types, class ReadKeys>
   CUTE_DEVICE void add_scores(ReadKeys const& read, uint32_t tile, int row_step, typename Types::Scores& scores) const {
     add_product<Types, T::kDimSteps, Types::kKeySteps>(
-        read, [&](int i, int n, auto&& q) FMHA_INLINE { read_queries<Tile>(tile, row_step + n, i, q); }, scores);
+        read, [&](int i, int n, auto&& q) FMHA_INLINE { read_queries(tile, row_step + n, i, q); }, scores);
   }
 
   /// gradient += P^T dO, or dS^T Q. `factors`: of the gradient's keys, and of a tile's queries from 16 * row_step on.
-  template <class Tile, class Factors>
+  template <class Factors>
   CUTE_DEVICE void add_queries(Factors const& factors, uint32_t tile, int row_step, Gradient& gradient) const {
     using namespace cute;
     using G = KeyGradientTypes<C>;
     if constexpr (C.key_sharers() > 1) {
-      tile += G::column_begin(warp) / Tile::P::kWidth * (Tile::kRows * Tile::P::kRowBytes);
+      tile += G::column_begin(warp) / QTile::P::kWidth * (QTile::kRows * QTile::P::kRowBytes);
     }
     CUTE_UNROLL
     for (int step = 0; step < size<2>(factors); ++step) {
       CUTE_UNROLL
       for (int n = 0; n < G::kColumns / 16; ++n) {
         OperandsB<T, 1> b;
-        load_piece<Tile, true>(smem, tile, rows_first, row_step + step, n, b(_, _, 0));
+        load_piece<QTile, true>(smem, tile, rows_first, row_step + step, n, b(_, _, 0));
         multiply<G>(factors(_, _, step), b(_, _, 0), gradient, n);
       }
       repeat_mma_passes<typename T::Mma>(gradient);

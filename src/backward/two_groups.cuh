@@ -2,9 +2,10 @@
 // dQ, B has dP, dS and dK. A warp keeps one gradient instead of two, so that it owns twice as many keys, and each B
 // fragment from shared memory feeds twice as many mma.
 //
-// Units of half a tile are handed over: P by a warp of A to its partner in B, in registers' order, at the place where
+// A unit is half a tile. Q and dO come by units, as B asks for them; three have room, since A is ahead of B and another
+// is on its way. Units are handed over: P by a warp of A to its partner in B, in registers' order, at the place where
 // dS of the same scores comes afterwards; dS by all of B to dQ, which is computed a unit late, or copied to memory. All
-// of dQ is A's, or B has that of every second unit: then each has 2.5 of the five products. B asks for tiles.
+// of dQ is A's, or B has that of every second unit: then each has 2.5 of the five products.
 //
 // Where two neighbours of a group divide the columns of the gradient of both's keys (key_sharers), each finds the
 // other's P, or dS, in that place. In A each then tells the other's partner that dS may come there.
@@ -17,25 +18,21 @@ namespace cutlass_fmha {
 template <BackwardConfig C>
 struct TwoGroupWalk : BackwardParts<C> {
   using Parts = BackwardParts<C>;
-  using typename Parts::DoutTile;
   using typename Parts::Gradient;
   using typename Parts::Layout;
   using typename Parts::QTile;
   using typename Parts::ScoresTile;
   using typename Parts::Values;
-  using Barriers = TwoGroupBarriers<Layout::kDoutUnits, Layout::kScoresUnits>;
+  using Barriers = TwoGroupBarriers<Layout::kQStages, Layout::kScoresUnits>;
   using Parts::barriers, Parts::params, Parts::place, Parts::smem, Parts::warp;
   using Unit = typename Parts::template Types<C.unit()>;
   using Chunk = typename Parts::template Types<C.chunk>;
   static constexpr int kThreads = C.threads() / 2;  ///< of a group
   static constexpr int kUnit = C.unit();
-  static constexpr int kDoutUnit = Layout::kDoutTile / 2;
-  static constexpr int kAhead = Layout::kDoutUnits / 2;  ///< tiles of dO
-  /// Where ptxas would release a tile before all of it is read if the next dO were asked for earlier.
-  static constexpr bool kAsksLate = C.writes_scores && C.head_dim == 64;
   static_assert(C.warps == 8);
   static_assert(!(C.shares_dq || C.whole_dq) || (!C.scored() && !C.writes_scores),
                 "only A awaits turns, and copies dS");
+  static_assert(!C.scored() || C.copy != Copy::tma, "products that nobody wants say nothing of what is read");
 
   /// What of dQ waits to be added; null: nothing.
   struct Pending {
@@ -48,23 +45,23 @@ struct TwoGroupWalk : BackwardParts<C> {
     }
   };
 
-  int const steps;                       ///< of all heads
-  TilePipeline<2, C.copy> const q_pipe;  ///< tiles; what A has read, B has, which gets its P afterwards
-  TilePipeline<Layout::kDoutUnits, C.copy> const dout_pipe;  ///< units
-  TilePipeline<Layout::kScoresUnits> const scores_pipe;      ///< units: P on its way from A to B, dS from B to dQ
+  using QueryPipe = TilePipeline<Layout::kQStages, C.copy>;
+  using Position = typename QueryPipe::Position;
+
+  int const steps;                                       ///< of all heads
+  QueryPipe const query_pipe;                            ///< units of Q and dO
+  TilePipeline<Layout::kScoresUnits> const scores_pipe;  ///< units: P on its way from A to B, dS from B to dQ
 
   CUTE_DEVICE TwoGroupWalk(BackwardParams const& p, char* smem, int steps, int warp)
       : Parts(p, smem, warp),
         steps(steps),
-        q_pipe{barriers() + Barriers::kQ},
-        dout_pipe{barriers() + Barriers::kDout},
+        query_pipe{barriers() + Barriers::kQueries},
         scores_pipe{barriers() + Barriers::kScores} {}
 
   /// Brings the block's keys; returns V of this warp's, or K.
   CUTE_DEVICE void start(Values& values) const {
     if (threadIdx.x == 0) {
-      q_pipe.init(kThreads, kThreads);
-      dout_pipe.init(kThreads, C.threads());
+      query_pipe.init(kThreads, C.threads());
       scores_pipe.init(kThreads, kThreads);
       for (int i = 0; i < 4 * Layout::kScoresUnits; ++i)
         mbarrier_init(barriers() + Barriers::kProbabilities + 8 * i, 32);
@@ -75,26 +72,26 @@ struct TwoGroupWalk : BackwardParts<C> {
     __syncthreads();
     this->keep_values(values, C.kept_key_steps > 0 && thread_id() < kThreads ? 0 : Layout::kV);
     if constexpr (C.copy == Copy::tma) cute::tma_store_fence();
-    __syncthreads();  // where V stood, Q comes
+    __syncthreads();  // where V stood, Q and dO come
   }
 
   /// Group A: dV, and what the block adds to dQ, or half of that.
   CUTE_DEVICE void run_a([[maybe_unused]] Values const& keys, Gradient& dv) const {
     QueryCursor at = this->first(place().walk), before = at;
     [[maybe_unused]] cute::conditional_t<C.adds_late(), Pending, std::nullptr_t> pending{};
+    Position unit_at;
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       bool const masked = this->is_masked(at);
-      uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
-      uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
-      q_pipe.consumer_wait(step);
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         int const unit = 2 * step + half;
+        uint32_t const q = q_at(unit_at), terms = terms_of(unit_at);
+        query_pipe.consumer_wait(unit_at);
         typename Unit::Scores scores;
         typename Unit::Probabilities probabilities;
         cute::clear(scores);
-        this->template add_scores<QTile, Unit>(
+        this->template add_scores<Unit>(
             [&](int i, auto&& k) FMHA_INLINE {
               if (i < C.kept_key_steps) {
                 cute::copy(keys(cute::_, cute::_, i), k);
@@ -102,17 +99,16 @@ struct TwoGroupWalk : BackwardParts<C> {
                 this->read_keys(0, i, k);
               }
             },
-            q_tile, half * kUnit / 16, scores);
+            q, 0, scores);
         if constexpr (C.adds_late()) pending.add();
         if constexpr (C.scored()) {
           typename Unit::Probabilities factors;
-          this->template score<Unit>(masked, scores, probabilities, factors, terms + half * kUnit * 4, at,
+          this->template score<Unit>(masked, scores, probabilities, factors, terms, at,
                                      at.tile * C.tile_m + half * kUnit);
           scores_pipe.producer_acquire(unit);
           hand_over(step, half, factors);
         } else {
-          this->template exponentiate<Unit>(masked, scores, probabilities, terms + half * kUnit * 4,
-                                            at.tile * C.tile_m + half * kUnit);
+          this->template exponentiate<Unit>(masked, scores, probabilities, terms, at.tile * C.tile_m + half * kUnit);
           scores_pipe.producer_acquire(unit);
           hand_over(step, half, probabilities);
         }
@@ -120,14 +116,9 @@ struct TwoGroupWalk : BackwardParts<C> {
           read_probabilities(neighbour(), m, half * Unit::kKeySteps + i, scores_at(step), p);
         });
         mbarrier_arrive(probabilities_barrier(step, half, neighbour()));  // its place is free for dS
-        dout_pipe.consumer_wait(unit);
-        if (!C.scored() || params.dv != nullptr)
-          this->template add_queries<DoutTile>(of_sharers, dout_at(step, half), 0, dv);
-        if constexpr (C.head_dim == 96) {
-          dout_pipe.consumer_release_fenced(unit);
-        } else {
-          dout_pipe.consumer_release(unit, made_of(dv));
-        }
+        if (!C.scored() || params.dv != nullptr) this->add_queries(of_sharers, q + Layout::kQTile, 0, dv);
+        query_pipe.consumer_release(unit_at, made_of(dv));
+        unit_at = unit_at.next();
         if constexpr (C.whole_dq) {
           if (half == 1 && step > 0 && !(C.shares_dq && step % 2 == 0)) finish_tile(step - 1, before);
         } else {
@@ -148,47 +139,36 @@ struct TwoGroupWalk : BackwardParts<C> {
 
   /// Group B: dK, and the other half.
   CUTE_DEVICE void run_b(Values const& values, Gradient& dk) const {
-    QueryCursor at = this->first(place().walk);
-    load_q(0, at);
-    load_dout(0, at);
-    load_dout(1, at);
-    if (steps > 1) {
-      QueryCursor const second = this->after(at, place().walk);
-      load_q(1, second);
-      if constexpr (kAhead > 1) {
-        load_dout(2, second);
-        load_dout(3, second);
-      }
-    }
-    QueryCursor here = at;
+    QueryCursor at = this->first(place().walk), here = at;
+    load(0, {0, 1}, at);
+    load(1, {1, 1}, at);
+    if (steps > 1) load(0, {2, 1}, this->after(at, place().walk));
+    Position unit_at;
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
-      uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
-      uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
       QueryCursor const last_tile = here;
       here = at;
       at = this->after(at, place().walk);
-      q_pipe.consumer_wait(step);
       CUTE_UNROLL
       for (int begin = 0; begin < C.tile_m; begin += C.chunk) {
         int const half = begin / kUnit, unit = 2 * step + half, row = begin % kUnit;
         bool const first = row == 0, last = row + C.chunk == kUnit;
+        uint32_t const q = q_at(unit_at), terms = terms_of(unit_at);
+        // Of the next tile, where the last unit was: all warps have read that, or nearly.
+        if (first && unit > 0 && step + 1 < steps) load(half, unit_at.before(), at);
         typename Chunk::Scores scores;
         typename Chunk::Probabilities probabilities;
-        if (first) dout_pipe.consumer_wait(unit);
+        if (first) query_pipe.consumer_wait(unit_at);
         auto const of_chunk = this->template scored_chunk<Chunk>(here, here.tile * C.tile_m + begin);
-        auto const d = [&](int pair) { return this->terms_at(terms + (C.tile_m + begin) * 4, pair); };
+        auto const d = [&](int pair) { return this->terms_at(terms + (kUnit + row) * 4, pair); };
         if constexpr (C.scored()) {
           of_chunk.start(scores, d);
         } else {
-          this->template start_with_terms<Chunk>(scores, terms + (C.tile_m + begin) * 4);
+          this->template start_with_terms<Chunk>(scores, terms + (kUnit + row) * 4);
         }
-        this->template add_scores<DoutTile, Chunk>([&](int i, auto&& v)
-                                                       FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
-                                                   dout_at(step, half), row / 16, scores);
-        if (last) dout_pipe.consumer_release(unit, made_of(scores));
-        // A, too, has read the first half by now, or nearly. What takes its place has until the next tile to come.
-        if (!kAsksLate && first && half == 1 && step + kAhead < steps) load_dout(unit + 2 * kAhead - 1, ahead(at));
+        this->template add_scores<Chunk>([&](int i, auto&& v)
+                                             FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
+                                         q + Layout::kQTile, row / 16, scores);
         if (first) mbarrier_wait(probabilities_barrier(step, half, warp), step / Layout::kScoresTiles & 1);
         take_over(step, begin / 16, probabilities);
         if constexpr (C.scored()) {
@@ -202,8 +182,11 @@ struct TwoGroupWalk : BackwardParts<C> {
           this->read_scores(neighbour(), m, begin / 16 + i, scores_at(step), ds);
         });
         if (last) scores_pipe.producer_commit(unit);
-        if (kAsksLate && last && half == 1 && step + kAhead < steps) load_dout(unit + 2 * kAhead - 1, ahead(at));
-        if (!C.scored() || params.dk != nullptr) this->template add_queries<QTile>(of_sharers, q_tile, begin / 16, dk);
+        if (!C.scored() || params.dk != nullptr) this->add_queries(of_sharers, q, row / 16, dk);
+        if (last) {
+          query_pipe.consumer_release(unit_at, made_of(dk));
+          unit_at = unit_at.next();
+        }
         if (C.shares_dq && last && half == 0 && step > 0) {
           if constexpr (!C.whole_dq) {
             finish(unit - 1, last_tile);
@@ -212,9 +195,6 @@ struct TwoGroupWalk : BackwardParts<C> {
           }
         }
       }
-      q_pipe.consumer_release(step, made_of(dk));
-      if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
-      if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }
     if constexpr (C.shares_dq && !C.whole_dq) {
       finish(2 * steps - 1, here);
@@ -243,11 +223,9 @@ struct TwoGroupWalk : BackwardParts<C> {
     }
     return all;
   }
-  /// What is asked for while the tile before `at` is read.
-  CUTE_DEVICE QueryCursor ahead(QueryCursor const& at) const { return kAhead > 1 ? this->after(at, place().walk) : at; }
-  CUTE_DEVICE static uint32_t dout_at(int step, int half) {
-    return Layout::kDout + half * kDoutUnit + (kAhead > 1 ? step % 2 * Layout::kDoutTile : 0);
-  }
+  /// Where a unit of Q is, and dO behind it.
+  CUTE_DEVICE static uint32_t q_at(Position unit) { return Layout::kQ + unit.stage * Layout::kUnitBytes; }
+  CUTE_DEVICE static uint32_t terms_of(Position unit) { return Layout::kRowTerms + unit.stage * Layout::kTerms; }
   /// Where a step's P and dS are.
   CUTE_DEVICE static uint32_t scores_at(int step) {
     return Layout::kScores + (C.whole_dq ? step % 2 * Layout::kScoresTile : 0);
@@ -340,42 +318,30 @@ struct TwoGroupWalk : BackwardParts<C> {
     words(0) = from.x, words(1) = from.y, words(2) = from.z, words(3) = from.w;
   }
 
-  CUTE_DEVICE void load_q(int step, QueryCursor const& at) const {
+  /// Asks for half of the tile `at`, to where `last` was before.
+  CUTE_DEVICE void load(int half, Position last, QueryCursor const& at) const {
+    int const row = half * kUnit;
+    uint32_t const q = q_at(last), dout = q + Layout::kQTile, terms = terms_of(last);
     if constexpr (C.copy == Copy::tma) {
       if (this->comes_by_tma(at)) {
         if (warp != 0) return;
-        q_pipe.producer_acquire(step);
+        query_pipe.producer_acquire_after(last);
         if (cute::elect_one_sync()) {
-          this->template request_queries<C.tile_m>(this->maps().q_map, q_pipe, Barriers::kQ, step, kThreads - 32, at, 0,
-                                                   Layout::kQ + q_pipe.stage(step) * Layout::kQTile);
+          int const barrier = Barriers::kQueries + query_pipe.full_offset(last);
+          this->request_queries(this->maps().q_map, barrier, at, row, q);
+          this->request_queries(this->maps().dout_map, barrier, at, row, dout);
+          query_pipe.producer_commit(last, kThreads - 32 - 2);
         }
-        this->template load_terms<kThreads>(at, Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms);
-        q_pipe.producer_commit_cp_async(step);
+        this->template load_terms<kThreads>(at, row, terms);
+        query_pipe.producer_commit_cp_async(last);
         return;
       }
     }
-    q_pipe.producer_acquire(step);
-    this->template load_queries<C.tile_m, kThreads>(place().q, params.q_stride, at, 0,
-                                                    Layout::kQ + q_pipe.stage(step) * Layout::kQTile, params.head_dim);
-    this->template load_terms<kThreads>(at, Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms);
-    q_pipe.producer_commit_cp_async(step);
-  }
-  CUTE_DEVICE void load_dout(int unit, QueryCursor const& at) const {
-    if constexpr (C.copy == Copy::tma) {
-      if (this->comes_by_tma(at)) {
-        if (warp != 0) return;
-        dout_pipe.producer_acquire(unit);
-        if (cute::elect_one_sync()) {
-          this->template request_queries<kUnit>(this->maps().dout_map, dout_pipe, Barriers::kDout, unit, kThreads, at,
-                                                unit % 2 * kUnit, dout_at(unit / 2, unit % 2));
-        }
-        return;
-      }
-    }
-    dout_pipe.producer_acquire(unit);
-    this->template load_queries<kUnit, kThreads>(place().dout, params.dout_stride, at, unit % 2 * kUnit,
-                                                 dout_at(unit / 2, unit % 2), params.head_dim_v);
-    dout_pipe.producer_commit_cp_async(unit);
+    query_pipe.producer_acquire_after(last);
+    this->template load_queries<kThreads>(place().q, params.q_stride, at, row, q, params.head_dim);
+    this->template load_queries<kThreads>(place().dout, params.dout_stride, at, row, dout, params.head_dim_v);
+    this->template load_terms<kThreads>(at, row, terms);
+    query_pipe.producer_commit_cp_async(last);
   }
 };
 

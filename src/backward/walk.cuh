@@ -76,27 +76,27 @@ struct BackwardWalk : BackwardParts<C> {
         typename T::Probabilities probabilities;
         int const begin = chunk * C.chunk;
         cute::clear(scores);
-        this->template add_scores<QTile, T>([&](int i, auto&& k) FMHA_INLINE { this->read_keys(0, i, k); }, q_tile,
-                                            begin / 16, scores);
+        this->template add_scores<T>([&](int i, auto&& k) FMHA_INLINE { this->read_keys(0, i, k); }, q_tile, begin / 16,
+                                     scores);
         auto const values_of = [&](int i, auto&& v) FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); };
         if constexpr (C.scored()) {
           typename T::Probabilities factors;
           this->template score<T>(masked, scores, probabilities, factors, terms + begin * 4, at,
                                   at.tile * C.tile_m + begin);
           if (chunk == 0) dout_pipe.consumer_wait(step);
-          if (params.dv != nullptr) this->template add_queries<QTile>(probabilities, dout_tile(step), begin / 16, dv);
+          if (params.dv != nullptr) this->add_queries(probabilities, dout_tile(step), begin / 16, dv);
           auto const of_chunk = this->template scored_chunk<T>(at, at.tile * C.tile_m + begin);
           auto const d = [&](int pair) { return this->terms_at(terms + (C.tile_m + begin) * 4, pair); };
           of_chunk.start(scores, d);
-          this->template add_scores<QTile, T>(values_of, dout_tile(step), begin / 16, scores);
+          this->template add_scores<T>(values_of, dout_tile(step), begin / 16, scores);
           of_chunk.differentiate(factors, scores, d);
           cute::copy(factors, probabilities);
         } else {
           this->template exponentiate<T>(masked, scores, probabilities, terms + begin * 4, at.tile * C.tile_m + begin);
           if (chunk == 0) dout_pipe.consumer_wait(step);
           this->template start_with_terms<T>(scores, terms + (C.tile_m + begin) * 4);
-          this->template add_scores<QTile, T>(values_of, dout_tile(step), begin / 16, scores);
-          this->template add_queries<QTile>(probabilities, dout_tile(step), begin / 16, dv);
+          this->template add_scores<T>(values_of, dout_tile(step), begin / 16, scores);
+          this->add_queries(probabilities, dout_tile(step), begin / 16, dv);
           this->template differentiate<T>(probabilities, scores);
         }
         if constexpr (C.writes_scores) {
@@ -111,8 +111,7 @@ struct BackwardWalk : BackwardParts<C> {
           load_q(step + 1, next(at));
           if constexpr (C.writes_scores) load_dout(step + 1, next(at));
         }
-        if (!C.scored() || params.dk != nullptr)
-          this->template add_queries<QTile>(probabilities, q_tile, begin / 16, dk);
+        if (!C.scored() || params.dk != nullptr) this->add_queries(probabilities, q_tile, begin / 16, dk);
       }
       q_pipe.consumer_release(step, made_of(dk));
       if constexpr (!C.writes_scores) {
@@ -130,7 +129,7 @@ struct BackwardWalk : BackwardParts<C> {
 
  private:
   CUTE_DEVICE int all_steps() const { return kReadsWalk ? place().steps : steps; }
-  CUTE_DEVICE uint32_t dout_tile(int step) const { return Layout::kDout + dout_pipe.stage(step) * Layout::kDoutTile; }
+  CUTE_DEVICE uint32_t dout_tile(int step) const { return Layout::kDout + dout_pipe.stage(step) * Layout::kQTile; }
   CUTE_DEVICE QueryCursor next(QueryCursor const& at) const {
     return this->after(at, kReadsWalk ? place().walk : walk);
   }
@@ -142,18 +141,19 @@ struct BackwardWalk : BackwardParts<C> {
         if (warp != 0) return;
         q_pipe.producer_acquire(step);
         if (cute::elect_one_sync()) {
-          this->template request_queries<C.tile_m>(this->maps().q_map, q_pipe, Barriers::kQ, step, C.threads() - 32, at,
-                                                   0, Layout::kQ + q_pipe.stage(step) * Layout::kQTile);
+          this->request_queries(this->maps().q_map, Barriers::kQ + q_pipe.full_offset(step), at, 0,
+                                Layout::kQ + q_pipe.stage(step) * Layout::kQTile);
+          q_pipe.producer_commit(step, C.threads() - 33);
         }
-        this->template load_terms<C.threads()>(at, Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms);
+        this->template load_terms<C.threads()>(at, 0, Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms);
         q_pipe.producer_commit_cp_async(step);
         return;
       }
     }
     q_pipe.producer_acquire(step);
-    this->template load_queries<C.tile_m, C.threads()>(
-        place().q, params.q_stride, at, 0, Layout::kQ + q_pipe.stage(step) * Layout::kQTile, params.head_dim);
-    this->template load_terms<C.threads()>(at, Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms);
+    this->template load_queries<C.threads()>(place().q, params.q_stride, at, 0,
+                                             Layout::kQ + q_pipe.stage(step) * Layout::kQTile, params.head_dim);
+    this->template load_terms<C.threads()>(at, 0, Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms);
     q_pipe.producer_commit_cp_async(step);
   }
   CUTE_DEVICE void load_dout(int step, QueryCursor const& at) const {
@@ -162,15 +162,16 @@ struct BackwardWalk : BackwardParts<C> {
         if (warp != 0) return;
         dout_pipe.producer_acquire(step);
         if (cute::elect_one_sync()) {
-          this->template request_queries<C.tile_m>(this->maps().dout_map, dout_pipe, Barriers::kDout, step, C.threads(),
-                                                   at, 0, dout_tile(step));
+          this->request_queries(this->maps().dout_map, Barriers::kDout + dout_pipe.full_offset(step), at, 0,
+                                dout_tile(step));
+          dout_pipe.producer_commit(step, C.threads() - 1);
         }
         return;
       }
     }
     dout_pipe.producer_acquire(step);
-    this->template load_queries<C.tile_m, C.threads()>(place().dout, params.dout_stride, at, 0, dout_tile(step),
-                                                       params.head_dim_v);
+    this->template load_queries<C.threads()>(place().dout, params.dout_stride, at, 0, dout_tile(step),
+                                             params.head_dim_v);
     dout_pipe.producer_commit_cp_async(step);
   }
 };

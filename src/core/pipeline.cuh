@@ -86,36 +86,74 @@ template <int Stages, Copy By = Copy::cp_async_16, class Number = uint32_t>
 struct TilePipeline {
   static constexpr int kBytes = 2 * Stages * int(sizeof(uint64_t));
 
+  /// A tile of the walk, in place of its number: where a division is too much.
+  struct Position {
+    int stage = 0;
+    uint32_t turn = 0;  ///< of the ring, modulo 2
+
+    CUTE_DEVICE Position next() const {
+      return stage + 1 == Stages ? Position{0, turn ^ 1} : Position{stage + 1, turn};
+    }
+    CUTE_DEVICE Position before() const {
+      return stage == 0 ? Position{Stages - 1, turn ^ 1} : Position{stage - 1, turn};
+    }
+  };
+
   uint32_t barriers;  ///< full[Stages], then empty[Stages]
 
   /// Where a tile lies.
   CUTE_HOST_DEVICE static Number stage(int tile) { return Number(tile) % Stages; }
+  CUTE_HOST_DEVICE static Number stage(Position tile) { return tile.stage; }
 
   /// `first`: producers of tile 0.
   CUTE_DEVICE void init(int producers, int consumers, int first) const {
     CUTE_UNROLL
     for (int stage = 0; stage < Stages; ++stage) {
-      mbarrier_init(full(stage), stage == 0 ? first : producers);
-      mbarrier_init(empty(stage), consumers);
+      mbarrier_init(barriers + 8 * stage, stage == 0 ? first : producers);
+      mbarrier_init(barriers + 8 * (Stages + stage), consumers);
     }
   }
   CUTE_DEVICE void init(int producers, int consumers) const { init(producers, consumers, producers); }
+
+  // A `Tile` is its number or its Position.
+
   CUTE_DEVICE void producer_acquire(int tile) const {
     if (tile >= Stages) mbarrier_wait(empty(tile), (Number(tile) / Stages - 1) & 1);
   }
-  CUTE_DEVICE void producer_commit_cp_async(int tile) const { mbarrier_arrive_after_cp_async(full(tile)); }
-  CUTE_DEVICE void producer_commit(int tile) const { mbarrier_arrive(full(tile)); }
+  /// Of the tile that comes after `tile` in its stage.
+  CUTE_DEVICE void producer_acquire_after(Position tile) const { mbarrier_wait(empty(tile), tile.turn); }
+  template <class Tile>
+  CUTE_DEVICE void producer_commit_cp_async(Tile tile) const {
+    mbarrier_arrive_after_cp_async(full(tile));
+  }
+  template <class Tile>
+  CUTE_DEVICE void producer_commit(Tile tile) const {
+    mbarrier_arrive(full(tile));
+  }
   /// For so many of the producers.
-  CUTE_DEVICE void producer_commit(int tile, int producers) const { mbarrier_arrive(full(tile), producers); }
+  template <class Tile>
+  CUTE_DEVICE void producer_commit(Tile tile, int producers) const {
+    mbarrier_arrive(full(tile), producers);
+  }
   /// By one of those that fill only this tile of its stage.
-  CUTE_DEVICE void producer_commit_once(int tile) const { mbarrier_arrive_and_drop(full(tile)); }
-  CUTE_DEVICE void consumer_wait(int tile) const { mbarrier_wait(full(tile), Number(tile) / Stages & 1); }
+  template <class Tile>
+  CUTE_DEVICE void producer_commit_once(Tile tile) const {
+    mbarrier_arrive_and_drop(full(tile));
+  }
+  template <class Tile>
+  CUTE_DEVICE void consumer_wait(Tile tile) const {
+    mbarrier_wait(full(tile), turn(tile));
+  }
   /// Of a tile that this thread hasn't read.
-  CUTE_DEVICE void consumer_release(int tile) const { mbarrier_arrive(empty(tile)); }
+  template <class Tile>
+  CUTE_DEVICE void consumer_release(Tile tile) const {
+    mbarrier_arrive(empty(tile));
+  }
   /// Of one that it has read, of which `product` is made (see made_of()). An arrival is not kept back by what is still
   /// being read: it overtakes ldmatrix where other blocks keep the SM's shared memory busy, and the copy unit writes
   /// there. So it waits for what was made of all that was read; tests/test_tma.py finds one that doesn't.
-  CUTE_DEVICE void consumer_release(int tile, uint32_t product) const {
+  template <class Tile>
+  CUTE_DEVICE void consumer_release(Tile tile, uint32_t product) const {
     if constexpr (By == Copy::tma) {
       mbarrier_arrive_after(product, empty(tile));
     } else {
@@ -130,11 +168,22 @@ struct TilePipeline {
   }
 
   /// Of a tile's full barrier, in bytes from `barriers` on.
-  CUTE_HOST_DEVICE static int full_offset(int tile) { return 8 * stage(tile); }
+  template <class Tile>
+  CUTE_HOST_DEVICE static int full_offset(Tile tile) {
+    return 8 * stage(tile);
+  }
 
  private:
-  CUTE_DEVICE uint32_t full(int tile) const { return barriers + 8 * stage(tile); }
-  CUTE_DEVICE uint32_t empty(int tile) const { return barriers + 8 * (Stages + stage(tile)); }
+  CUTE_DEVICE static Number turn(int tile) { return Number(tile) / Stages & 1; }
+  CUTE_DEVICE static Number turn(Position tile) { return tile.turn; }
+  template <class Tile>
+  CUTE_DEVICE uint32_t full(Tile tile) const {
+    return barriers + 8 * stage(tile);
+  }
+  template <class Tile>
+  CUTE_DEVICE uint32_t empty(Tile tile) const {
+    return barriers + 8 * (Stages + stage(tile));
+  }
 };
 
 /// Of K or V in rows whose warps walk all keys.
