@@ -130,10 +130,12 @@ struct BackwardParts {
     constexpr int kPieces = C.unit() / 4;  // of each of the two terms
     int const thread = thread_of<Threads>();
     if (thread >= 2 * kPieces) return;
-    int const from = C.groups ? thread / kPieces * C.tile_m + row + thread % kPieces * 4 : thread * 4;
+    int const of_one_group = thread * 4;  // which has all of a tile at once
+    float const* const tile = place().terms + tile_number(at) * (2 * C.tile_m);
+    float const* const from =
+        C.groups ? tile + thread / kPieces * C.tile_m + row + thread % kPieces * 4 : tile + of_one_group;
     cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
-        *reinterpret_cast<cute::uint128_t const*>(place().terms + tile_number(at) * (2 * C.tile_m) + from),
-        *reinterpret_cast<cute::uint128_t*>(smem + to + thread * 16));
+        *reinterpret_cast<cute::uint128_t const*>(from), *reinterpret_cast<cute::uint128_t*>(smem + to + thread * 16));
   }
 
   /// Of a query tile in the workspace, counted from the sequence's first of the first head on.
