@@ -35,7 +35,7 @@ GRADIENTS = (
     *("bwd_sm89_bf16_d32_m64n256w8", "bwd_sm89_f16_d64_m64n256w8"),
     *("bwd_sm120_bf16_d96_m64n128w8_tma", "bwd_sm120_f16_d128_m64n128w8_tma"),
     *("bwd_sm90_bf16_d64_m64n192w8_groups_tma", "bwd_sm90_bf16_d128_m64n128w8_groups_tma"),
-    "bwd_sm90_f16_d256_m32n64w8_groups_tma",
+    *("bwd_sm90_f16_d96_m64n128w8_groups_tma", "bwd_sm90_f16_d256_m32n64w8_groups_tma"),
     *("bwd_sm89_bf16_d32_m64n256w8_scored", "bwd_sm120_f16_d64_m64n128w8_scored"),
     *("bwd_sm90_bf16_d128_m64n128w8_tma_scored", "bwd_sm120_bf16_d256_m32n64w8_groups_scored"),
     *("bwd_sm89_f16_d64_m64n256w8_ds", "bwd_sm120_bf16_d96_m64n128w8_ds", "bwd_sm90_f16_d256_m32n64w8_groups_ds"),
