@@ -112,7 +112,7 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
     } else {
       tile.sums = p.dq == nullptr ? nullptr : p.dq_sums + number * (C.tile_m * C.head_dim);
     }
-    tile.terms = p.row_terms + number * (2 * C.tile_m);
+    tile.terms = p.row_terms + number * (kTermsOfQuery * C.tile_m);
     tile.turns = p.turns == nullptr ? nullptr : p.turns + number * kTurns;
     // Before a window, those of a prefix have met all queries.
     tile.least_before = p.prefix_lengths != nullptr && p.window_left >= 0 ? 0 : larger(0, key_begin / C.tile_n - 1);

@@ -169,12 +169,13 @@ void launch(Row const& row, BackwardParams const& params, int device, cudaStream
   p.device_lengths = device_lengths(p);
   p.tile_m = c.tile_m;
   p.tile_n = c.tile_n;
+  p.unit = c.unit();
   p.row_dim = c.writes_scores ? 0 : c.head_dim;
   p.head_tiles = workspace_tiles(p, c.tile_m);
   p.dq_sums = p.workspace;
   int64_t const head_tiles = p.num_heads * p.head_tiles;
   p.row_terms = p.workspace + head_tiles * c.tile_m * p.row_dim;
-  float* end = p.row_terms + head_tiles * 2 * c.tile_m;
+  float* end = p.row_terms + head_tiles * kTermsOfQuery * c.tile_m;
   p.turns = nullptr;
   if (p.ordered) {
     p.turns = reinterpret_cast<int*>(end);

@@ -124,14 +124,14 @@ template <BackwardConfig C>
 struct BackwardLayout {
   using Place = std::conditional_t<C.scored(), ScoredKeyTile, KeyTile>;
   static constexpr int kKTile = C.tile_n * C.head_dim * 2, kQTile = C.unit() * C.head_dim * 2;
-  static constexpr int kScoresTile = C.tile_n * C.tile_m * 2, kTerms = 2 * C.unit() * int(sizeof(float));
+  static constexpr int kScoresTile = C.tile_n * C.tile_m * 2, kTerms = kTermsOfQuery * C.unit() * int(sizeof(float));
   static constexpr int kScoresTiles = C.whole_dq ? 2 : 1, kScoresUnits = 2 * kScoresTiles;
   /// Of one group, tiles of Q, and one of dO behind them. Of two groups, units of Q, each with its dO.
   static constexpr int kQStages = C.groups ? 3 : 2;
   static constexpr int kQ = kKTile;
   static constexpr int kDout = kQ + kQStages * kQTile;                                    ///< of one group
   static constexpr int kUnitBytes = 2 * kQTile;                                           ///< of Q and dO
-  static constexpr int kScores = C.groups ? kQ + kQStages * kUnitBytes : kDout + kQTile;  ///< dS, [key, query]
+  static constexpr int kScores = C.groups ? kQ + kQStages * kUnitBytes : kDout + kQTile;  ///< P, dS: [key, query]
   static constexpr int kRowTerms = kScores + kScoresTiles * kScoresTile;
   static constexpr int kPlace = kRowTerms + kQStages * kTerms;
   static constexpr int kBarriers = kPlace + (int(sizeof(Place)) + 15) / 16 * 16;

@@ -44,10 +44,11 @@ struct BackwardParams : AttentionParams {
   // What the launch finds out. Both parts of the workspace go by head and tile of tile_m queries, workspace_tiles() of
   // a head: first_query_tile() is where a sequence's begin.
   float* dq_sums;       ///< [num_heads, tiles, tile_m * row_dim], in the order of sum_offset()
-  float* row_terms;     ///< [num_heads, tiles, 2, tile_m]: LSE in units of log2, D. Rows that see nothing: +inf, 0
+  float* row_terms;     ///< [num_heads, tiles, tile_m / unit, kTermsOfQuery, unit]: see there
   int* turns;           ///< [num_heads, tiles, kTurns]: tiles of keys whose part of dQ is in; null where not ordered
   float* sink_sums;     ///< [num_heads, tiles]: of a tile, what dsinks sums
   int tile_m, row_dim;  ///< of the row; row_dim: of its sums of dQ, 0 where it has none
+  int unit;             ///< of the row: queries that come at once
   int64_t head_tiles;   ///< query tiles of a head in the workspace
 
   // The transpose of block lists: of each tile of keys, in the order of heads and then of tiles.
@@ -82,6 +83,10 @@ inline int64_t workspace_tiles(FeatureParams const& p, int tile_m) {
   return p.cu_seqlens_q ? p.lse_head_stride / tile_m + p.batch : int64_t(p.batch) * ceil_div(p.seqlen_q, tile_m);
 }
 
+/// What the backward wants of each query: LSE in units of log2, and -D, where dP begins. Queries that see nothing, or
+/// don't exist, have +inf and 0.
+constexpr int kTermsOfQuery = 2;
+
 /// Parts of dQ of a tile that are summed by one warp each.
 constexpr int kTurns = 8;
 
@@ -104,7 +109,7 @@ inline int64_t workspace_floats(BackwardParams const& p, int tile_m, int tile_n,
           ? 0
           : listing_tiles(p, tile_n) * (listed_room(p, tile_m) * int64_t(sizeof(ListedTile) / 4) + 1);
   return p.num_heads * workspace_tiles(p, tile_m) *
-             (tile_m * (row_dim + 2) + (p.ordered ? kTurns : 0) + (p.dsinks != nullptr ? 1 : 0)) +
+             (tile_m * (row_dim + kTermsOfQuery) + (p.ordered ? kTurns : 0) + (p.dsinks != nullptr ? 1 : 0)) +
          listed;
 }
 

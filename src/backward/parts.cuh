@@ -127,15 +127,12 @@ struct BackwardParts {
   /// The terms of a unit's rows, from row `row` of a tile on.
   template <int Threads>
   CUTE_DEVICE void load_terms(QueryCursor const& at, int row, uint32_t to) const {
-    constexpr int kPieces = C.unit() / 4;  // of each of the two terms
     int const thread = thread_of<Threads>();
-    if (thread >= 2 * kPieces) return;
-    int const of_one_group = thread * 4;  // which has all of a tile at once
-    float const* const tile = place().terms + tile_number(at) * (2 * C.tile_m);
-    float const* const from =
-        C.groups ? tile + thread / kPieces * C.tile_m + row + thread % kPieces * 4 : tile + of_one_group;
+    if (thread >= kTermsOfQuery * C.unit() / 4) return;
+    float const* const from = place().terms + tile_number(at) * (kTermsOfQuery * C.tile_m) + kTermsOfQuery * row;
     cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
-        *reinterpret_cast<cute::uint128_t const*>(from), *reinterpret_cast<cute::uint128_t*>(smem + to + thread * 16));
+        reinterpret_cast<cute::uint128_t const*>(from)[thread],
+        *reinterpret_cast<cute::uint128_t*>(smem + to + thread * 16));
   }
 
   /// Of a query tile in the workspace, counted from the sequence's first of the first head on.
@@ -191,6 +188,10 @@ struct BackwardParts {
 
   // ---- scores
 
+  /// Where a unit's terms have those of queries from `query` on: LSE, and -D.
+  CUTE_DEVICE static uint32_t lse_of(uint32_t terms, int query) { return terms + query * 4; }
+  CUTE_DEVICE static uint32_t minus_d_of(uint32_t terms, int query) { return terms + (C.unit() + query) * 4; }
+  /// Of a lane's pair of queries.
   CUTE_DEVICE float2 terms_at(uint32_t terms, int pair) const {
     return *reinterpret_cast<float2 const*>(smem + terms + pair * 32 + lane_id() % 4 * 8);
   }
@@ -204,7 +205,7 @@ struct BackwardParts {
   /// P^T of a chunk, in pairs. `query_begin`: of the chunk.
   template <bool Masked, class Types>
   CUTE_DEVICE void exponentiate(typename Types::Scores const& scores, typename Types::Probabilities& probabilities,
-                                uint32_t terms, int query_begin) const {
+                                uint32_t lse, int query_begin) const {
     using namespace cute;
     auto rows = by_row(scores);
     auto pairs = pairs_by_row<Types>(probabilities);
@@ -221,11 +222,11 @@ struct BackwardParts {
     }
     CUTE_UNROLL
     for (int pair = 0; pair < Types::kQueries / 8; ++pair) {
-      float2 const lse = terms_at(terms, pair);
+      float2 const of_pair = terms_at(lse, pair);
       CUTE_UNROLL
       for (int row = 0; row < 2 * T::kRowSteps; ++row) {
-        float p0 = exp2_approx(fmaf(rows(row, 2 * pair), scale_log2, -lse.x));
-        float p1 = exp2_approx(fmaf(rows(row, 2 * pair + 1), scale_log2, -lse.y));
+        float p0 = exp2_approx(fmaf(rows(row, 2 * pair), scale_log2, -of_pair.x));
+        float p1 = exp2_approx(fmaf(rows(row, 2 * pair + 1), scale_log2, -of_pair.y));
         if constexpr (Masked) {
           if (!seen[row].sees(8 * pair)) p0 = 0.f;
           if (!seen[row].sees(8 * pair + 1)) p1 = 0.f;
@@ -237,11 +238,11 @@ struct BackwardParts {
 
   template <class Types>
   CUTE_DEVICE void exponentiate(bool masked, typename Types::Scores const& scores,
-                                typename Types::Probabilities& probabilities, uint32_t terms, int query_begin) const {
+                                typename Types::Probabilities& probabilities, uint32_t lse, int query_begin) const {
     if (masked) {
-      exponentiate<true, Types>(scores, probabilities, terms, query_begin);
+      exponentiate<true, Types>(scores, probabilities, lse, query_begin);
     } else {
-      exponentiate<false, Types>(scores, probabilities, terms, query_begin);
+      exponentiate<false, Types>(scores, probabilities, lse, query_begin);
     }
   }
 
@@ -255,7 +256,7 @@ struct BackwardParts {
   template <class Types>
   CUTE_DEVICE void score(bool masked, typename Types::Scores const& scores,
                          typename Types::Probabilities& probabilities, typename Types::Probabilities& factors,
-                         uint32_t terms, QueryCursor const& at, int query_begin) const {
+                         uint32_t lse, QueryCursor const& at, int query_begin) const {
     ScoredChunk<C, Types> const chunk = scored_chunk<Types>(at, query_begin);
     ScoreKind const kind = score_kind(params);
     VisibleQueries seen[2 * T::kRowSteps];
@@ -268,7 +269,7 @@ struct BackwardParts {
     }
     auto const exponentiate = [&]<bool Masked, ScoreKind Kind>() FMHA_INLINE {
       chunk.template exponentiate<Masked, Kind>(scores, probabilities, factors, seen,
-                                                [&](int pair) { return terms_at(terms, pair); });
+                                                [&](int pair) { return terms_at(lse, pair); });
     };
     auto const of_kind = [&]<ScoreKind Kind>() FMHA_INLINE {
       masked ? exponentiate.template operator()<true, Kind>() : exponentiate.template operator()<false, Kind>();
@@ -295,17 +296,9 @@ struct BackwardParts {
 
   /// Where dP begins: -D.
   template <class Types>
-  CUTE_DEVICE void start_with_terms(typename Types::Scores& scores, uint32_t terms) const {
-    auto rows = by_row(scores);
+  CUTE_DEVICE void start_with_d(typename Types::Scores& scores, uint32_t minus_d) const {
     CUTE_UNROLL
-    for (int pair = 0; pair < Types::kQueries / 8; ++pair) {
-      float2 const term = terms_at(terms, pair);
-      CUTE_UNROLL
-      for (int row = 0; row < 2 * T::kRowSteps; ++row) {
-        rows(row, 2 * pair) = -term.x;
-        rows(row, 2 * pair + 1) = -term.y;
-      }
-    }
+    for (int pair = 0; pair < Types::kQueries / 8; ++pair) start_pair(scores, pair, terms_at(minus_d, pair));
   }
 
   /// P -> dS = P (dP - D).

@@ -65,7 +65,7 @@ __device__ void backward_before(BackwardParams const& p) {
   int const count = p.dq == nullptr ? 0 : p.tile_m * p.row_dim / 4;
   for (int i = threadIdx.x; i < count; i += kHelperThreads) sums[i] = {0.f, 0.f, 0.f, 0.f};
   if (p.turns != nullptr && threadIdx.x < kTurns) p.turns[tile * kTurns + threadIdx.x] = 0;
-  float* const terms = p.row_terms + tile * 2 * p.tile_m;
+  float* const terms = p.row_terms + tile * kTermsOfQuery * p.tile_m;
   int const lane = threadIdx.x % kLanes;
   // A sink is a key without a value: dS of it is -P D.
   float const sink = p.dsinks == nullptr ? 0.f : p.sinks[rows.head];
@@ -88,8 +88,10 @@ __device__ void backward_before(BackwardParams const& p) {
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     if (lane == 0) {
-      terms[row] = lse;
-      terms[p.tile_m + row] = sum;
+      int const of_unit = row % p.unit;
+      float* const unit = terms + kTermsOfQuery * (row - of_unit);
+      unit[of_unit] = lse;
+      unit[p.unit + of_unit] = -sum;
       of_sink -= lse == INFINITY ? 0.f : exp2_approx((sink - natural) * kLog2e) * sum;
     }
   }

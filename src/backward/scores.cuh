@@ -26,6 +26,17 @@ FMHA_HOST_DEVICE inline ScoreKind score_kind(BackwardParams const& p) {
   return capped ? ScoreKind::capped : alibi ? ScoreKind::alibi : ScoreKind::plain;
 }
 
+/// Where dP of a pair of queries begins, of all of a lane's keys.
+template <class Scores>
+CUTE_DEVICE void start_pair(Scores& scores, int pair, float2 first) {
+  CUTE_UNROLL
+  for (int m = 0; m < cute::size<1>(Scores{}); ++m) {
+    auto piece = scores(cute::_, m, pair);  // of two keys
+    piece(0) = piece(2) = first.x;
+    piece(1) = piece(3) = first.y;
+  }
+}
+
 /// S^T of a lane: rows are keys, columns queries. `Types`: of the chunk.
 template <BackwardConfig C, class Types>
 struct ScoredChunk {
@@ -148,41 +159,34 @@ struct ScoredChunk {
     }
   }
 
-  /// Where dP begins: -D, but where dropout scales what is added.
-  template <class Terms>
-  CUTE_DEVICE void start(Scores& scores, Terms const& terms) const {
-    auto rows = by_row(scores);
+  /// Where dP begins: -D, but where dropout scales what is added. `minus_d(pair)`: of two queries.
+  template <class MinusD>
+  CUTE_DEVICE void start(Scores& scores, MinusD const& minus_d) const {
     CUTE_UNROLL
     for (int pair = 0; pair < kPairs; ++pair) {
-      float2 term = terms(pair);
-      if (p.dropout_threshold != 0) term = {0.f, 0.f};
-      CUTE_UNROLL
-      for (int row = 0; row < kRows; ++row) {
-        rows(row, 2 * pair) = -term.x;
-        rows(row, 2 * pair + 1) = -term.y;
-      }
+      start_pair(scores, pair, p.dropout_threshold == 0 ? minus_d(pair) : float2{});
     }
   }
 
-  /// dP, or dP - D as start() says, -> dS, rounded into `factors`; in `scores` it stays as it was. `terms(pair)`: D.
-  template <class Terms>
-  CUTE_DEVICE void differentiate(Probabilities& factors, Scores& scores, Terms const& terms) const {
+  /// dP, or dP - D as start() says, -> dS, rounded into `factors`; in `scores` it stays as it was.
+  template <class MinusD>
+  CUTE_DEVICE void differentiate(Probabilities& factors, Scores& scores, MinusD const& minus_d) const {
     if (p.dropout_threshold == 0) {
-      differentiate<false>(factors, scores, terms);
+      differentiate<false>(factors, scores, minus_d);
     } else {
-      differentiate<true>(factors, scores, terms);
+      differentiate<true>(factors, scores, minus_d);
     }
     if (p.dbias != nullptr) add_bias_gradient(by_row(scores));
   }
 
  private:
-  template <bool Dropped, class Terms>
-  CUTE_DEVICE void differentiate(Probabilities& factors, Scores& scores, Terms const& terms) const {
+  template <bool Dropped, class MinusD>
+  CUTE_DEVICE void differentiate(Probabilities& factors, Scores& scores, MinusD const& minus_d) const {
     auto rows = by_row(scores);
     auto pairs = pairs_by_row<Types>(factors);
     CUTE_UNROLL
     for (int pair = 0; pair < kPairs; ++pair) {
-      float2 const term = Dropped ? terms(pair) : float2{};
+      float2 const term = Dropped ? minus_d(pair) : float2{};
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
         uint32_t const word = pairs(row, pair);
@@ -190,8 +194,8 @@ struct ScoredChunk {
         float& x = rows(row, 2 * pair);
         float& y = rows(row, 2 * pair + 1);
         if constexpr (Dropped) {
-          x = fmaf(word & 0x8000u ? 0.f : x, p.dropout_scale, -term.x);
-          y = fmaf(word & 0x80000000u ? 0.f : y, p.dropout_scale, -term.y);
+          x = fmaf(word & 0x8000u ? 0.f : x, p.dropout_scale, term.x);
+          y = fmaf(word & 0x80000000u ? 0.f : y, p.dropout_scale, term.y);
         }
         x *= factor.x;
         y *= factor.y;

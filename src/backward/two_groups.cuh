@@ -4,8 +4,9 @@
 //
 // A unit is half a tile. Q and dO come by units, as B asks for them; three have room, since A is ahead of B and another
 // is on its way. Units are handed over: P by a warp of A to its partner in B, in registers' order, at the place where
-// dS of the same scores comes afterwards; dS by all of B to dQ, which is computed a unit late, or copied to memory. All
-// of dQ is A's, or B has that of every second unit: then each has 2.5 of the five products.
+// dS of the same scores comes afterwards; dS by all of B to dQ, which is computed a unit late. All of dQ is A's, or B
+// has that of every second unit: then each has 2.5 of the five products. Where dS goes to memory, B writes it from
+// registers.
 //
 // Where two neighbours of a group divide the columns of the gradient of both's keys (key_sharers), each finds the
 // other's P, or dS, in that place. In A each then tells the other's partner that dS may come there.
@@ -30,8 +31,7 @@ struct TwoGroupWalk : BackwardParts<C> {
   static constexpr int kThreads = C.threads() / 2;  ///< of a group
   static constexpr int kUnit = C.unit();
   static_assert(C.warps == 8);
-  static_assert(!(C.shares_dq || C.whole_dq) || (!C.scored() && !C.writes_scores),
-                "only A awaits turns, and copies dS");
+  static_assert(!(C.shares_dq || C.whole_dq) || (!C.scored() && !C.writes_scores), "only A awaits turns");
   static_assert(!C.scored() || C.copy != Copy::tma, "products that nobody wants say nothing of what is read");
 
   /// What of dQ waits to be added; null: nothing.
@@ -50,7 +50,7 @@ struct TwoGroupWalk : BackwardParts<C> {
 
   int const steps;                                       ///< of all heads
   QueryPipe const query_pipe;                            ///< units of Q and dO
-  TilePipeline<Layout::kScoresUnits> const scores_pipe;  ///< units: P on its way from A to B, dS from B to dQ
+  TilePipeline<Layout::kScoresUnits> const scores_pipe;  ///< units: P, which warps of B await by pairs; dS to dQ
 
   CUTE_DEVICE TwoGroupWalk(BackwardParams const& p, char* smem, int steps, int warp)
       : Parts(p, smem, warp),
@@ -83,8 +83,7 @@ struct TwoGroupWalk : BackwardParts<C> {
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       bool const masked = this->is_masked(at);
-      CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {
+      auto const run_half = [&](int half) FMHA_INLINE {
         int const unit = 2 * step + half;
         uint32_t const q = q_at(unit_at), terms = terms_of(unit_at);
         query_pipe.consumer_wait(unit_at);
@@ -121,16 +120,24 @@ struct TwoGroupWalk : BackwardParts<C> {
         unit_at = unit_at.next();
         if constexpr (C.whole_dq) {
           if (half == 1 && step > 0 && !(C.shares_dq && step % 2 == 0)) finish_tile(step - 1, before);
-        } else {
+        } else if constexpr (!C.writes_scores) {
           if (unit > 0 && !(C.shares_dq && half == 0)) finish(unit - 1, half == 0 ? before : at, pending);
         }
+      };
+      if constexpr (C.writes_scores) {
+        // Products of the next half that begin among those of this one take registers that are not there.
+        CUTE_NO_UNROLL
+        for (int half = 0; half < 2; ++half) run_half(half);
+      } else {
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) run_half(half);
       }
       before = at;
       at = this->after(at, place().walk);
     }
     if constexpr (C.whole_dq) {
       if (!(C.shares_dq && steps % 2 == 0)) finish_tile(steps - 1, before);
-    } else if constexpr (!C.shares_dq) {
+    } else if constexpr (!C.shares_dq && !C.writes_scores) {
       if constexpr (C.adds_late()) pending.add();
       finish(2 * steps - 1, before, pending);
       if constexpr (C.adds_late()) pending.add();
@@ -153,18 +160,19 @@ struct TwoGroupWalk : BackwardParts<C> {
       for (int begin = 0; begin < C.tile_m; begin += C.chunk) {
         int const half = begin / kUnit, unit = 2 * step + half, row = begin % kUnit;
         bool const first = row == 0, last = row + C.chunk == kUnit;
-        uint32_t const q = q_at(unit_at), terms = terms_of(unit_at);
+        uint32_t const q = q_at(unit_at);
         // Of the next tile, where the last unit was: all warps have read that, or nearly.
         if (first && unit > 0 && step + 1 < steps) load(half, unit_at.before(), at);
         typename Chunk::Scores scores;
         typename Chunk::Probabilities probabilities;
         if (first) query_pipe.consumer_wait(unit_at);
         auto const of_chunk = this->template scored_chunk<Chunk>(here, here.tile * C.tile_m + begin);
-        auto const d = [&](int pair) { return this->terms_at(terms + (kUnit + row) * 4, pair); };
+        uint32_t const minus_d = this->minus_d_of(terms_of(unit_at), row);
+        auto const start = [&](int pair) { return this->terms_at(minus_d, pair); };
         if constexpr (C.scored()) {
-          of_chunk.start(scores, d);
+          of_chunk.start(scores, start);
         } else {
-          this->template start_with_terms<Chunk>(scores, terms + (kUnit + row) * 4);
+          this->template start_with_d<Chunk>(scores, minus_d);
         }
         this->template add_scores<Chunk>([&](int i, auto&& v)
                                              FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
@@ -172,16 +180,19 @@ struct TwoGroupWalk : BackwardParts<C> {
         if (first) mbarrier_wait(probabilities_barrier(step, half, warp), step / Layout::kScoresTiles & 1);
         take_over(step, begin / 16, probabilities);
         if constexpr (C.scored()) {
-          of_chunk.differentiate(probabilities, scores, d);
+          of_chunk.differentiate(probabilities, scores, start);
         } else {
           this->template differentiate<Chunk>(probabilities, scores);
         }
-        __syncwarp();  // all lanes have their P: dS may take its place
-        this->template store_scores<Chunk>(begin / 16, probabilities, scores_at(step));
+        if constexpr (C.writes_scores) this->template write_scores<Chunk>(step, begin / 8, probabilities);
+        if constexpr (!C.writes_scores || C.key_sharers() > 1) {
+          __syncwarp();  // all lanes have their P: dS may take its place
+          this->template store_scores<Chunk>(begin / 16, probabilities, scores_at(step));
+        }
         auto const of_sharers = share(probabilities, [&](int m, int i, auto&& ds) FMHA_INLINE {
           this->read_scores(neighbour(), m, begin / 16 + i, scores_at(step), ds);
         });
-        if (last) scores_pipe.producer_commit(unit);
+        if (last) C.writes_scores ? scores_pipe.consumer_release(unit) : scores_pipe.producer_commit(unit);
         if (!C.scored() || params.dk != nullptr) this->add_queries(of_sharers, q, row / 16, dk);
         if (last) {
           query_pipe.consumer_release(unit_at, made_of(dk));
@@ -238,11 +249,6 @@ struct TwoGroupWalk : BackwardParts<C> {
   template <class Late = std::nullptr_t>
   CUTE_DEVICE void finish(int unit, QueryCursor const& at, [[maybe_unused]] Late&& late = {}) const {
     scores_pipe.consumer_wait(unit);
-    if constexpr (C.writes_scores) {
-      copy_scores(unit / 2, unit % 2 * kUnit);
-      scores_pipe.consumer_release(unit);
-      return;
-    }
     if (place().sums == nullptr) {
       scores_pipe.consumer_release(unit);
       return;
@@ -275,19 +281,6 @@ struct TwoGroupWalk : BackwardParts<C> {
       release();
     } else {
       this->add_query_gradient(at, 0, release, scores_at(step));
-    }
-  }
-
-  /// dS of a unit, which begins with query `row` of a step's tile, to memory: B has no register for it.
-  CUTE_DEVICE void copy_scores(int step, int row) const {
-    constexpr int kEights = kUnit / 8;
-    auto* const tile = reinterpret_cast<uint16_t*>(place().sums) + int64_t(step) * (C.tile_m * C.tile_n);
-    CUTE_UNROLL
-    for (int first = 0; first < C.tile_n * kEights; first += kThreads) {
-      int const i = first + threadIdx.x % kThreads, keys = i / (8 * kEights), queries = row / 8 + i / 8 % kEights;
-      *reinterpret_cast<uint4*>(tile + scores_matrix(C.tile_m, keys, queries) + i % 8 * 8) =
-          *reinterpret_cast<uint4 const*>(smem + Layout::kScores +
-                                          ScoresTile::lane_offset(8 * keys + i % 8, 8 * queries));
     }
   }
 

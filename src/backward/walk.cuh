@@ -75,26 +75,26 @@ struct BackwardWalk : BackwardParts<C> {
         typename T::Scores scores;
         typename T::Probabilities probabilities;
         int const begin = chunk * C.chunk;
+        uint32_t const lse = this->lse_of(terms, begin);
         cute::clear(scores);
         this->template add_scores<T>([&](int i, auto&& k) FMHA_INLINE { this->read_keys(0, i, k); }, q_tile, begin / 16,
                                      scores);
         auto const values_of = [&](int i, auto&& v) FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); };
         if constexpr (C.scored()) {
           typename T::Probabilities factors;
-          this->template score<T>(masked, scores, probabilities, factors, terms + begin * 4, at,
-                                  at.tile * C.tile_m + begin);
+          this->template score<T>(masked, scores, probabilities, factors, lse, at, at.tile * C.tile_m + begin);
           if (chunk == 0) dout_pipe.consumer_wait(step);
           if (params.dv != nullptr) this->add_queries(probabilities, dout_tile(step), begin / 16, dv);
           auto const of_chunk = this->template scored_chunk<T>(at, at.tile * C.tile_m + begin);
-          auto const d = [&](int pair) { return this->terms_at(terms + (C.tile_m + begin) * 4, pair); };
-          of_chunk.start(scores, d);
+          auto const start = [&](int pair) { return this->terms_at(this->minus_d_of(terms, begin), pair); };
+          of_chunk.start(scores, start);
           this->template add_scores<T>(values_of, dout_tile(step), begin / 16, scores);
-          of_chunk.differentiate(factors, scores, d);
+          of_chunk.differentiate(factors, scores, start);
           cute::copy(factors, probabilities);
         } else {
-          this->template exponentiate<T>(masked, scores, probabilities, terms + begin * 4, at.tile * C.tile_m + begin);
+          this->template exponentiate<T>(masked, scores, probabilities, lse, at.tile * C.tile_m + begin);
           if (chunk == 0) dout_pipe.consumer_wait(step);
-          this->template start_with_terms<T>(scores, terms + (C.tile_m + begin) * 4);
+          this->template start_with_d<T>(scores, this->minus_d_of(terms, begin));
           this->template add_scores<T>(values_of, dout_tile(step), begin / 16, scores);
           this->add_queries(probabilities, dout_tile(step), begin / 16, dv);
           this->template differentiate<T>(probabilities, scores);
@@ -143,7 +143,7 @@ struct BackwardWalk : BackwardParts<C> {
         if (cute::elect_one_sync()) {
           this->request_queries(this->maps().q_map, Barriers::kQ + q_pipe.full_offset(step), at, 0,
                                 Layout::kQ + q_pipe.stage(step) * Layout::kQTile);
-          q_pipe.producer_commit(step, C.threads() - 33);
+          q_pipe.producer_commit(step, C.threads() - 32 - 1);
         }
         this->template load_terms<C.threads()>(at, 0, Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms);
         q_pipe.producer_commit_cp_async(step);

@@ -17,7 +17,7 @@ namespace cutlass_fmha {
 
 template <WideBackwardConfig C, class T>
 struct WideBackwardStorage : WideSteps<C, T, 2> {
-  alignas(16) float terms[2][C.tile_m];                               ///< LSE in units of log2, and D, of the queries
+  alignas(16) float terms[kTermsOfQuery * C.tile_m];                  ///< row_terms of the queries
   float derivatives[C.tile_m * C.tile_n / C.threads()][C.threads()];  ///< of a softcap, by each thread's scores
   WideBackwardTile tile;
 };
@@ -81,12 +81,11 @@ struct WideBackward {
     copy<C.step_dims()>(to.scores.y, tile.y[second], head, begin, tile.walked, dim);
     // Nobody reads these any more: since the last tile's were used, everybody has come to another step.
     int const thread = threadIdx.y * 32 + threadIdx.x;
-    if (step > 0 || thread >= 2 * C.tile_m / 4) return;
+    if (step > 0 || thread >= kTermsOfQuery * C.tile_m / 4) return;
     int const query = tile.has_queries() ? tile.begin : begin;
-    float const* const from = tile.terms + head * tile.terms_stride + query / C.tile_m * (2 * C.tile_m);
-    cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
-        reinterpret_cast<cute::uint128_t const*>(from)[thread],
-        reinterpret_cast<cute::uint128_t*>(&shared.terms[0][0])[thread]);
+    float const* const from = tile.terms + head * tile.terms_stride + query / C.tile_m * (kTermsOfQuery * C.tile_m);
+    cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(reinterpret_cast<cute::uint128_t const*>(from)[thread],
+                                                           reinterpret_cast<cute::uint128_t*>(shared.terms)[thread]);
   }
 
   // ---- what becomes of scores
@@ -128,9 +127,8 @@ struct WideBackward {
       });
     }
     if (p.bias == nullptr && p.alibi_slopes == nullptr) {
-      for_each(weights, [&](float& score, int, Place at) {
-        score = exp2_approx(fmaf(score, unit, -shared.terms[0][at.query]));
-      });
+      for_each(weights,
+               [&](float& score, int, Place at) { score = exp2_approx(fmaf(score, unit, -shared.terms[at.query])); });
     } else {
       float const slope = p.alibi_slopes == nullptr ? 0.f : alibi_slope(p, s.batch, head);
       for_each(weights, [&](float& score, int, Place at) {
@@ -140,7 +138,7 @@ struct WideBackward {
           added += p.bias_type == BiasType::float32 ? static_cast<float const*>(p.bias)[from]
                                                     : static_cast<float>(static_cast<T const*>(p.bias)[from]);
         }
-        score = exp2_approx(fmaf(score, unit, fmaf(added, kLog2e, -shared.terms[0][at.query])));
+        score = exp2_approx(fmaf(score, unit, fmaf(added, kLog2e, -shared.terms[at.query])));
       });
     }
     hide(number);
@@ -192,7 +190,7 @@ struct WideBackward {
     uint32_t const kept = kept_scores(number);
     for_each(weights, [&](float& weight, int i, Place at) {
       float const of_output = kept >> i & 1 ? lane_score(other, i) * p.dropout_scale : 0.f;
-      float const ds = weight * (of_output - shared.terms[1][at.query]);
+      float const ds = weight * (of_output + shared.terms[C.tile_m + at.query]);
       weight = weight == 0.f ? 0.f : ds;
     });
     if (p.dbias != nullptr && tile.has_queries()) add_to_bias(number);

@@ -8,11 +8,11 @@ namespace cutlass_fmha {
 void launch_backward_wide(Row const& row, BackwardParams const& params, int device, cudaStream_t stream) {
   auto const& c = std::get<WideBackwardConfig>(row.config);
   BackwardParams p = params;
-  p.tile_m = c.tile_m;
+  p.tile_m = p.unit = c.tile_m;
   p.tile_n = c.tile_n;
   p.head_tiles = workspace_tiles(p, c.tile_m);
   p.row_terms = p.workspace;
-  p.sink_sums = p.row_terms + p.num_heads * p.head_tiles * 2 * c.tile_m;
+  p.sink_sums = p.row_terms + p.num_heads * p.head_tiles * kTermsOfQuery * c.tile_m;
   find_score_terms(p);
   if (p.dropout_threshold == 0) p.dropout_scale = 1.f;
   p.row_dim = 0;  // the workspace has no sums of dQ

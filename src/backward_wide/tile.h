@@ -30,7 +30,7 @@ struct WideBackwardTile {
   int heads;         ///< of Y
   int score_steps, all_score_steps, steps;  ///< of a tile: of S, of S and dP, and with those of the gradient
   WideOperand x[2], y[2];
-  float const* terms;  ///< LSE and D of the first query tile of the head
+  float const* terms;  ///< row_terms of the first query tile of the head
   int64_t terms_stride;
 
   FMHA_HOST_DEVICE bool has_queries() const { return of == GradientOf::query; }
@@ -80,8 +80,8 @@ FMHA_HOST_DEVICE inline void find_tile(BackwardParams const& p, WideBackwardConf
     t.x[i] = queries ? of_queries[i] : of_keys[i];
     t.y[i] = queries ? of_keys[i] : of_queries[i];
   }
-  t.terms_stride = 2 * c.tile_m * p.head_tiles;
-  t.terms = p.row_terms + t.head * t.terms_stride + first_query_tile(p, s, c.tile_m) * 2 * c.tile_m;
+  t.terms_stride = kTermsOfQuery * c.tile_m * p.head_tiles;
+  t.terms = p.row_terms + t.head * t.terms_stride + first_query_tile(p, s, c.tile_m) * kTermsOfQuery * c.tile_m;
   t.first = t.tiles = 0;
   int const last = smaller(t.begin + c.tile_m, t.end) - 1;
   if (last >= t.begin && queries) {
