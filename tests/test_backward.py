@@ -204,6 +204,13 @@ LONG = Problem(2, 4096, 4096, 16, 4, 128, "float16")
 #: dS of a head of keys of LONG, and its four heads of queries: 64 x 32 tiles of 64 x 128 x 2 bytes each.
 WHOLE = 4 * 64 * 32 * 64 * 128 * 2
 
+#: Changes of LONG to problems without scores.
+NOTHING: tuple[dict[str, Any], ...] = (
+    {"num_heads": 0, "num_heads_kv": 0},
+    {"batch": 0},
+    {"batch": 0, "causal": "top-left"},
+)
+
 
 @pytest.fixture
 def two_routes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +225,8 @@ def two_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "workspace", "row", "heads"),
     [
         ({}, None, "ds", 8),  # 128 MiB each
-        ({}, 5 * WHOLE, "ds", 4),  # turns are alike
+        ({"batch": 4}, 6 * WHOLE, "ds", 4),  # of 32 blocks, which fill the SMs four times; six at a time, five times
+        ({"batch": 4, "causal": "top-left"}, 6 * (WHOLE // 2 + WHOLE // 16), "ds", 6),  # turns are alike
         ({}, WHOLE, "scored", 0),  # 32 blocks at a time leave 100 SMs idle
         ({}, WHOLE - 1, "scored", 0),
         ({}, 0, "scored", 0),
@@ -227,12 +235,15 @@ def two_routes(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"window": (128, 0), "features": ("window",)}, WHOLE, "ds", 8),
         ({"features": ("softcap",)}, None, "scored", 0),
         ({"seqlen_q": 64, "seqlen_k": 64}, None, "scored", 0),  # a tile of keys awaits nobody
+        *[(none, None, "ds", 1) for none in NOTHING],
+        ({"batch": 0}, 0, "scored", 0),
     ],
 )
 def test_the_cheaper_route_within_the_cap_is_chosen(change: dict, workspace: int | None, row: str, heads: int):
     route = gradients.choose(replace(LONG, **change), H200, None, True, workspace)
     assert (route.row.name, route.heads) == (row, heads)
-    assert route.scores <= (workspace or gradients.DEFAULT_WORKSPACE) and bool(route.scores) == bool(heads)
+    assert route.scores <= (workspace or gradients.DEFAULT_WORKSPACE)
+    assert bool(route.scores) == (heads > 0 and change not in NOTHING)
 
 
 @pytest.mark.usefixtures("two_routes")

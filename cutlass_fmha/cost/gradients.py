@@ -52,12 +52,33 @@ def sums_us(row: Row, problem: Problem, device: Device) -> float:
     return _products_us(row, problem, device) * (slower if problem.seqlen_k > row.tile_n else given.scored)
 
 
-def product_us(row: Row, problem: Problem, device: Device, turns: int) -> float:
-    """Microseconds where dS is written, ``turns`` times some heads of it."""
+def waves(row: Row, problem: Problem, device: Device, heads: int) -> int:
+    """Times that thread blocks of all SMs begin together, where dS of so many heads of keys is written at a time."""
+    tiles, all_heads = -(-problem.seqlen_k // row.tile_n), problem.batch * problem.num_heads_kv
+    turns, left = all_heads // heads, all_heads % heads
+    return turns * -(-heads * tiles // device.sm_count) + -(-left * tiles // device.sm_count)
+
+
+def heads_at_once(row: Row, problem: Problem, device: Device, most: int) -> int:
+    """Heads of keys whose dS is in memory at a time, of ``most``, which is 1 or more: those of the fewest waves."""
+    heads = max(1, problem.batch * problem.num_heads_kv)
+    if most >= heads:
+        return heads
+    left, right = problem.window
+    if left < 0 and (right >= 0 or problem.causal != "none"):
+        # Under a diagonal the long blocks begin first, so that SMs end about together: turns are alike.
+        return -(-heads // -(-heads // most))
+    tiles = max(1, -(-problem.seqlen_k // row.tile_n))
+    whole = (number * device.sm_count // tiles for number in range(most * tiles // device.sm_count, 0, -1))
+    return min((most, *whole), key=lambda number: waves(row, problem, device, number) if number else math.inf)
+
+
+def product_us(row: Row, problem: Problem, device: Device, heads: int) -> float:
+    """Microseconds where dS is written, of so many heads of keys at a time."""
+    turns = math.ceil(problem.batch * problem.num_heads_kv / heads)
     blocks = math.ceil(problem.seqlen_k / row.tile_n) * problem.batch * problem.num_heads_kv
-    blocks = max(1, math.ceil(blocks / turns))
     # The blocks of a launch end together or leave SMs idle, each time.
-    idle = math.ceil(blocks / device.sm_count) * device.sm_count / blocks if turns > 1 else 1.0
+    idle = waves(row, problem, device, heads) * device.sm_count / max(1, blocks) if turns > 1 else 1.0
     traffic = 2 * 2 * visible_scores(problem) / (figure(PARAMETERS.dram_tbytes, row, device) * 1e6)
     launches = 2 * turns * PARAMETERS.launch_us
     return _products_us(row, problem, device) * idle + PARAMETERS_OF_GRADIENTS.exposed * traffic + launches

@@ -178,7 +178,7 @@ def choose(
         row = table.by_name(name)
         if why := reasons(row, problem, device, table, deterministic, workspace):
             raise UnsupportedError(f"row {name} can't compute the gradients of {problem}: {'; '.join(why)}")
-        return _route(row, problem, workspace)
+        return _route(row, problem, device, workspace)
 
     def ask(writing: bool) -> list[tuple[Row, list[str]]]:
         rows = (row for row in table.rows if writes_scores(row) == writing)
@@ -195,7 +195,7 @@ def choose(
     if possible and deterministic:
         return _cheaper(possible, problem, device, workspace)
     if possible:
-        return _route(possible[0], problem, workspace)
+        return _route(possible[0], problem, device, workspace)
     if not table.rows:
         raise UnsupportedError("this build of cutlass_fmha has no kernels that compute gradients")
     nearest = sorted(against, key=lambda entry: len(entry[1]))[:3]
@@ -208,12 +208,12 @@ def _cheaper(possible: list[Row], problem: Problem, device: Device, workspace: i
     product = next((row for row in possible if writes_scores(row)), None)
     if product is None:
         assert sums is not None
-        return _route(sums, problem, workspace)
-    by_product = _route(product, problem, workspace)
+        return _route(sums, problem, device, workspace)
+    by_product = _route(product, problem, device, workspace)
     if sums is None:
         return by_product
-    turns = -(-problem.batch * problem.num_heads_kv // max(1, by_product.heads))
-    written = cost.product_us(product, problem, device, turns)
+    turns = math.ceil(problem.batch * problem.num_heads_kv / by_product.heads)
+    written = cost.product_us(product, problem, device, by_product.heads)
     summed = cost.sums_us(sums, problem, device)
     if written <= summed:
         return by_product._replace(
@@ -223,15 +223,13 @@ def _cheaper(possible: list[Row], problem: Problem, device: Device, workspace: i
     return Route(sums, why=f"dQ is summed in order: {summed:.0f} us predicted, {written:.0f} where dS is written")
 
 
-def _route(row: Row, problem: Problem, workspace: int | None) -> Route:
+def _route(row: Row, problem: Problem, device: Device, workspace: int | None) -> Route:
     if not writes_scores(row):
         return Route(row)
-    one, all_heads = scores_of_a_head(row, problem), problem.batch * problem.num_heads_kv
-    most = _workspace if workspace is None else workspace
-    at_once = max(1, all_heads if one == 0 else min(all_heads, most // one))
-    turns = -(-all_heads // at_once)
-    heads = max(1, -(-all_heads // max(1, turns)))  # turns are alike
-    return Route(row, heads, heads * one)
+    one, most = scores_of_a_head(row, problem), _workspace if workspace is None else workspace
+    all_heads = problem.batch * problem.num_heads_kv
+    heads = cost.heads_at_once(row, problem, device, max(1, all_heads if one == 0 else most // one))
+    return Route(row, heads, min(heads, all_heads) * one)
 
 
 def names_of(features: tuple[str, ...]) -> str:
