@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from cutlass_fmha.cost.datasheet import PARAMETERS, figure
@@ -52,11 +51,23 @@ def sums_us(row: Row, problem: Problem, device: Device) -> float:
     return _products_us(row, problem, device) * (slower if problem.seqlen_k > row.tile_n else given.scored)
 
 
+# Whole numbers are divided as such: sizes may be symbols of torch.compile.
+
+
+def _blocks(row: Row, problem: Problem, heads: int) -> int:
+    return -(-problem.seqlen_k // row.tile_n) * heads
+
+
+def turns(problem: Problem, heads: int) -> int:
+    """Times that dS of so many heads of keys is written, and read, until all had theirs."""
+    return -(-problem.batch * problem.num_heads_kv // heads)
+
+
 def waves(row: Row, problem: Problem, device: Device, heads: int) -> int:
     """Times that thread blocks of all SMs begin together, where dS of so many heads of keys is written at a time."""
-    tiles, all_heads = -(-problem.seqlen_k // row.tile_n), problem.batch * problem.num_heads_kv
-    turns, left = all_heads // heads, all_heads % heads
-    return turns * -(-heads * tiles // device.sm_count) + -(-left * tiles // device.sm_count)
+    all_heads = problem.batch * problem.num_heads_kv
+    of_turn, of_last = (-(-_blocks(row, problem, n) // device.sm_count) for n in (heads, all_heads % heads))
+    return all_heads // heads * of_turn + of_last
 
 
 def heads_at_once(row: Row, problem: Problem, device: Device, most: int) -> int:
@@ -67,20 +78,20 @@ def heads_at_once(row: Row, problem: Problem, device: Device, most: int) -> int:
     left, right = problem.window
     if left < 0 and (right >= 0 or problem.causal != "none"):
         # Under a diagonal the long blocks begin first, so that SMs end about together: turns are alike.
-        return -(-heads // -(-heads // most))
-    tiles = max(1, -(-problem.seqlen_k // row.tile_n))
-    whole = (number * device.sm_count // tiles for number in range(most * tiles // device.sm_count, 0, -1))
-    return min((most, *whole), key=lambda number: waves(row, problem, device, number) if number else math.inf)
+        return -(-heads // turns(problem, most))
+    # The most of each number of waves, and of those that need as many in all, the largest.
+    of_head, of_all = max(1, _blocks(row, problem, 1)), _blocks(row, problem, most)
+    of_waves = (number * device.sm_count // of_head for number in range(of_all // device.sm_count, 0, -1))
+    return min((most, *filter(None, of_waves)), key=lambda number: waves(row, problem, device, number))
 
 
 def product_us(row: Row, problem: Problem, device: Device, heads: int) -> float:
     """Microseconds where dS is written, of so many heads of keys at a time."""
-    turns = math.ceil(problem.batch * problem.num_heads_kv / heads)
-    blocks = math.ceil(problem.seqlen_k / row.tile_n) * problem.batch * problem.num_heads_kv
+    times, blocks = turns(problem, heads), _blocks(row, problem, problem.batch * problem.num_heads_kv)
     # The blocks of a launch end together or leave SMs idle, each time.
-    idle = waves(row, problem, device, heads) * device.sm_count / max(1, blocks) if turns > 1 else 1.0
+    idle = waves(row, problem, device, heads) * device.sm_count / max(1, blocks) if times > 1 else 1.0
     traffic = 2 * 2 * visible_scores(problem) / (figure(PARAMETERS.dram_tbytes, row, device) * 1e6)
-    launches = 2 * turns * PARAMETERS.launch_us
+    launches = 2 * times * PARAMETERS.launch_us
     return _products_us(row, problem, device) * idle + PARAMETERS_OF_GRADIENTS.exposed * traffic + launches
 
 

@@ -212,7 +212,7 @@ def _cheaper(possible: list[Row], problem: Problem, device: Device, workspace: i
     by_product = _route(product, problem, device, workspace)
     if sums is None:
         return by_product
-    turns = math.ceil(problem.batch * problem.num_heads_kv / by_product.heads)
+    turns = cost.turns(problem, by_product.heads)
     written = cost.product_us(product, problem, device, by_product.heads)
     summed = cost.sums_us(sums, problem, device)
     if written <= summed:
