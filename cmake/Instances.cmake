@@ -170,9 +170,9 @@ function(fmha_add_features FEATURES SUFFIX
 endfunction()
 
 # Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields; the last five,
-# WRITES_SCORES, SHARES_DQ, ROUNDED_PAIRS, KEPT_KEY_STEPS and WHOLE_DQ, may be left out where they are false or 0.
+# WRITES_SCORES, ROUNDED_PAIRS, KEPT_KEY_STEPS, WHOLE_DQ and BY_PIECES, may be left out where they are false or 0.
 function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY)
-  set(defaults false false false 0 false)
+  set(defaults false false 0 false false)
   list(LENGTH ARGN given)
   foreach(column RANGE 0 4)
     if(column GREATER_EQUAL given)
@@ -181,12 +181,12 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
     endif()
   endforeach()
   list(GET ARGN 0 WRITES_SCORES)
-  list(GET ARGN 1 SHARES_DQ)
-  list(GET ARGN 2 ROUNDED_PAIRS)
-  list(GET ARGN 3 KEPT_KEY_STEPS)
-  list(GET ARGN 4 WHOLE_DQ)
+  list(GET ARGN 1 ROUNDED_PAIRS)
+  list(GET ARGN 2 KEPT_KEY_STEPS)
+  list(GET ARGN 3 WHOLE_DQ)
+  list(GET ARGN 4 BY_PIECES)
   if(ARGC GREATER 15 OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$" OR
-     NOT "${WRITES_SCORES},${SHARES_DQ},${ROUNDED_PAIRS},${WHOLE_DQ},${KEPT_KEY_STEPS}" MATCHES
+     NOT "${WRITES_SCORES},${ROUNDED_PAIRS},${WHOLE_DQ},${BY_PIECES},${KEPT_KEY_STEPS}" MATCHES
      "^(true|false),(true|false),(true|false),(true|false),[0-9]+$" OR
      (WRITES_SCORES AND FEATURES STREQUAL "scores"))
     message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
@@ -216,8 +216,9 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
           "cutlass_fmha::BackwardConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}},"
           ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1},"
           "{.chunk = ${CHUNK}, .groups = ${GROUPS}, .features = cutlass_fmha::Features::${FEATURES},"
-          ".copy = cutlass_fmha::Copy::${COPY}, .writes_scores = ${WRITES_SCORES}, .shares_dq = ${SHARES_DQ},"
-          ".rounded_pairs = ${ROUNDED_PAIRS}, .kept_key_steps = ${KEPT_KEY_STEPS}, .whole_dq = ${WHOLE_DQ}}}")
+          ".copy = cutlass_fmha::Copy::${COPY}, .writes_scores = ${WRITES_SCORES},"
+          ".rounded_pairs = ${ROUNDED_PAIRS}, .kept_key_steps = ${KEPT_KEY_STEPS}, .whole_dq = ${WHOLE_DQ},"
+          ".by_pieces = ${BY_PIECES}}}")
       list(JOIN config " " config)
       fmha_add_row(backward ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_backward" "${name}" "${config}")
     endforeach()

@@ -176,20 +176,20 @@ fmha_wide_scored("${ALL}"  "f16;bf16" 512       64  8     1          m16n8k16)
 
 # Gradients of Q, K and V: TILE_N keys per thread block, TILE_M queries per step, CHUNK of them at a time. Where ptxas would
 # spill in one architecture, it has another tile there.
-#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY         WRITES_SCORES SHARES_DQ ROUNDED_PAIRS KEPT_KEY_STEPS WHOLE_DQ
+#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY         WRITES_SCORES ROUNDED_PAIRS KEPT_KEY_STEPS WHOLE_DQ BY_PIECES
 fmha_backward("89"      "f16;bf16"  32       64     256    8     32    false  ranges   cp_async_16)
 fmha_backward("${TMA}"  "f16;bf16"  32       64     256    8     32    false  ranges   tma)
 fmha_backward("89"      "f16;bf16"  64       64     256    8     16    false  ranges   cp_async_16)
-fmha_backward("90"      "f16;bf16"  64       64     192    8     32    true   ranges   tma          false         true      true          4              true)
+fmha_backward("90"      "f16;bf16"  64       64     192    8     32    true   ranges   tma          false         true          4              true)
 fmha_backward("120"     "f16;bf16"  64       64     256    8     16    false  ranges   tma)
 fmha_backward("89"      "f16;bf16"  96       64     128    8     64    false  ranges   cp_async_16)
-fmha_backward("90"      "f16;bf16"  96       64     128    8     32    true   ranges   tma          false         false     true          6              true)
+fmha_backward("90"      "f16;bf16"  96       64     128    8     32    true   ranges   tma          false         true          6              true     true)
 fmha_backward("120"     "f16;bf16"  96       64     128    8     64    false  ranges   tma)
 fmha_backward("89"      "f16;bf16" 128       64     128    8     64    false  ranges   cp_async_16)
-fmha_backward("90"      "f16;bf16" 128       64     128    8     32    true   ranges   tma          false         false     true          1              false)
+fmha_backward("90"      "f16;bf16" 128       64     128    8     32    true   ranges   tma          false         true          1)
 fmha_backward("120"     "f16;bf16" 128       64     128    8     64    false  ranges   tma)
 fmha_backward("89"      "f16;bf16" 256       32      64    8     16    true   ranges   cp_async_16)
-fmha_backward("90"      "f16;bf16" 256       32      64    8     16    true   ranges   tma          false         false     false         2              false)
+fmha_backward("90"      "f16;bf16" 256       32      64    8     16    true   ranges   tma          false         false         4)
 fmha_backward("120"     "f16;bf16" 256       32      64    8     16    true   ranges   tma)
 fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     16    false  scores   cp_async_16)
 fmha_backward("89"      "f16;bf16"  64       64     256    8     16    false  scores   cp_async_16)
@@ -203,14 +203,14 @@ fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   sc
 
 # The same with dS written to memory, for gradients that have the same bits each time; and dQ of it: TILE_M queries per
 # thread block, TILE_N keys per step, STAGES of them.
-#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY         WRITES_SCORES SHARES_DQ ROUNDED_PAIRS KEPT_KEY_STEPS
+#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY         WRITES_SCORES ROUNDED_PAIRS KEPT_KEY_STEPS
 fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     32    false  ranges   cp_async_16  true)
 fmha_backward("89;120"  "f16;bf16"  64       64     256    8     16    false  ranges   cp_async_16  true)
-fmha_backward("90"      "f16;bf16"  64       64     192    8     32    true   ranges   tma          true          false     true          4)
+fmha_backward("90"      "f16;bf16"  64       64     192    8     32    true   ranges   tma          true          true          4)
 fmha_backward("89;120"  "f16;bf16"  96       64     128    8     64    false  ranges   cp_async_16  true)
-fmha_backward("90"      "f16;bf16"  96       64     128    8     32    true   ranges   tma          true          false     true          6)
+fmha_backward("90"      "f16;bf16"  96       64     128    8     32    true   ranges   tma          true          true          6)
 fmha_backward("89;120"  "f16;bf16" 128       64     128    8     64    false  ranges   cp_async_16  true)
-fmha_backward("90"      "f16;bf16" 128       64     128    8     32    true   ranges   tma          true          false     true          1)
+fmha_backward("90"      "f16;bf16" 128       64     128    8     32    true   ranges   tma          true          true          1)
 fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   ranges   cp_async_16  true)
 #                  ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS STAGES
 fmha_query_product("${ALL}"  "f16;bf16"  32      256     32    8     4)

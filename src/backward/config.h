@@ -12,10 +12,10 @@ struct BackwardOptions {
   Features features = Features::ranges;  ///< `scores`: and dQ in a fixed order
   Copy copy = Copy::cp_async_16;         ///< of Q and dO; tma: of tiles all of whose rows are the sequence's
   bool writes_scores = false;            ///< dS goes to memory, of which a row of QueryProductConfig makes dQ
-  bool shares_dq = false;                ///< of two groups, the second has every second dQ
   bool rounded_pairs = false;            ///< of bfloat16, dS is a product of rounded pairs: P and dP - D
   int kept_key_steps = 0;                ///< of two groups, the first keeps K of so many 16 dimensions in registers
   bool whole_dq = false;                 ///< of two groups, dQ is made of whole tiles of dS, of which two have room
+  bool by_pieces = false;                ///< of two groups, the first has scores of 16 queries at a time
 };
 
 struct BackwardConfig : TileConfig, BackwardOptions {
@@ -35,7 +35,7 @@ struct BackwardConfig : TileConfig, BackwardOptions {
   /// Whether a unit's part of dQ waits in registers until the next one's scores are there: no fragments are read then
   /// for a while, which would stand behind it on their way.
   constexpr bool adds_late() const {
-    return groups && head_dim == 256 && copy == Copy::tma && !scored() && !writes_scores && !shares_dq && !whole_dq;
+    return groups && head_dim == 256 && copy == Copy::tma && !scored() && !writes_scores && !whole_dq;
   }
 
   /// Queries that dQ is made of at once.

@@ -35,8 +35,10 @@ struct BackwardParts {
   using KeyLoader = RowLoader<C.head_dim, C.tile_n, C.threads(), C.element_bytes()>;
   static constexpr bool kStoresMatrices = C.groups && C.arch >= 90;  ///< dS, by stmatrix
   static constexpr bool kMultipliesPairs = C.rounded_pairs && C.dtype == DType::bfloat16;
+  /// Behind scores no branch is about what is hidden: exponentials begin among their last mma. Where dS is written, the
+  /// branch is faster.
+  static constexpr bool kHidesBehind = C.groups && !C.writes_scores;
   static_assert(!C.rounded_pairs || C.arch >= 90, "mul.bf16x2 begins there");
-  static_assert(!C.shares_dq || C.groups);
   static_assert(C.unit() % C.chunk == 0 && C.chunk % 16 == 0 && C.keys_per_warp() % 16 == 0);
 
   BackwardParams const& params;
@@ -203,46 +205,55 @@ struct BackwardParts {
   }
 
   /// P^T of a chunk, in pairs. `query_begin`: of the chunk.
-  template <bool Masked, class Types>
+  template <class Types>
+  CUTE_DEVICE void exponentiate(bool masked, typename Types::Scores const& scores,
+                                typename Types::Probabilities& probabilities, uint32_t lse, int query_begin) const {
+    if constexpr (kHidesBehind) {
+      exponentiate<Types>(scores, probabilities, lse);
+      if (masked) hide<Types>(probabilities, query_begin);
+    } else if (masked) {
+      asm volatile("" ::: "memory");  // or both ways have their exponentials before the branch
+      exponentiate<Types>(scores, probabilities, lse);
+      hide<Types>(probabilities, query_begin);
+    } else {
+      exponentiate<Types>(scores, probabilities, lse);
+    }
+  }
+
+  /// The same, of whatever is hidden as well.
+  template <class Types>
   CUTE_DEVICE void exponentiate(typename Types::Scores const& scores, typename Types::Probabilities& probabilities,
-                                uint32_t lse, int query_begin) const {
-    using namespace cute;
+                                uint32_t lse) const {
     auto rows = by_row(scores);
     auto pairs = pairs_by_row<Types>(probabilities);
     float const scale_log2 = params.scale * kLog2e;
-    VisibleQueries seen[2 * T::kRowSteps];
-    if constexpr (Masked) {
-      int const first = query_begin + lane_id() % 4 * 2;
-      CUTE_UNROLL
-      for (int row = 0; row < 2 * T::kRowSteps; ++row) {
-        int const key = place().key_begin + warp * C.keys_per_warp() + accumulator_row(row, lane_id());
-        seen[row] = visible_queries(params, place().sequence, key);
-        seen[row].begin -= first, seen[row].end -= first;
-      }
-    }
     CUTE_UNROLL
     for (int pair = 0; pair < Types::kQueries / 8; ++pair) {
       float2 const of_pair = terms_at(lse, pair);
       CUTE_UNROLL
       for (int row = 0; row < 2 * T::kRowSteps; ++row) {
-        float p0 = exp2_approx(fmaf(rows(row, 2 * pair), scale_log2, -of_pair.x));
-        float p1 = exp2_approx(fmaf(rows(row, 2 * pair + 1), scale_log2, -of_pair.y));
-        if constexpr (Masked) {
-          if (!seen[row].sees(8 * pair)) p0 = 0.f;
-          if (!seen[row].sees(8 * pair + 1)) p1 = 0.f;
-        }
+        float const p0 = exp2_approx(fmaf(rows(row, 2 * pair), scale_log2, -of_pair.x));
+        float const p1 = exp2_approx(fmaf(rows(row, 2 * pair + 1), scale_log2, -of_pair.y));
         pairs(row, pair) = pack<typename T::Element>(p0, p1);
       }
     }
   }
 
+  /// Hidden probabilities become 0, whatever they are. `query_begin`: of the chunk.
   template <class Types>
-  CUTE_DEVICE void exponentiate(bool masked, typename Types::Scores const& scores,
-                                typename Types::Probabilities& probabilities, uint32_t lse, int query_begin) const {
-    if (masked) {
-      exponentiate<true, Types>(scores, probabilities, lse, query_begin);
-    } else {
-      exponentiate<false, Types>(scores, probabilities, lse, query_begin);
+  CUTE_DEVICE void hide(typename Types::Probabilities& probabilities, int query_begin) const {
+    auto pairs = pairs_by_row<Types>(probabilities);
+    int const first = query_begin + lane_id() % 4 * 2;
+    CUTE_UNROLL
+    for (int row = 0; row < 2 * T::kRowSteps; ++row) {
+      int const key = place().key_begin + warp * C.keys_per_warp() + accumulator_row(row, lane_id());
+      VisibleQueries seen = visible_queries(params, place().sequence, key);
+      seen.begin -= first, seen.end -= first;
+      CUTE_UNROLL
+      for (int pair = 0; pair < Types::kQueries / 8; ++pair) {
+        if (!seen.sees(8 * pair)) pairs(row, pair) &= 0xffff0000u;
+        if (!seen.sees(8 * pair + 1)) pairs(row, pair) &= 0x0000ffffu;
+      }
     }
   }
 
@@ -252,7 +263,7 @@ struct BackwardParts {
     return {params, place().sequence, place().head_kv * group + at.head,
             place().key_begin + warp * C.keys_per_warp() + lane_id() / 4, query_begin + lane_id() % 4 * 2};
   }
-  /// exponentiate() of a scored row: P, and what dS is made of.
+  /// Of a scored row: P, and what dS is made of.
   template <class Types>
   CUTE_DEVICE void score(bool masked, typename Types::Scores const& scores,
                          typename Types::Probabilities& probabilities, typename Types::Probabilities& factors,

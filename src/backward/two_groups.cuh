@@ -4,9 +4,8 @@
 //
 // A unit is half a tile. Q and dO come by units, as B asks for them; three have room, since A is ahead of B and another
 // is on its way. Units are handed over: P by a warp of A to its partner in B, in registers' order, at the place where
-// dS of the same scores comes afterwards; dS by all of B to dQ, which is computed a unit late. All of dQ is A's, or B
-// has that of every second unit: then each has 2.5 of the five products. Where dS goes to memory, B writes it from
-// registers.
+// dS of the same scores comes afterwards; dS by all of B to dQ, which A computes a unit late, or a tile. Where dS goes
+// to memory, B writes it from registers, or A copies it from shared memory.
 //
 // Where two neighbours of a group divide the columns of the gradient of both's keys (key_sharers), each finds the
 // other's P, or dS, in that place. In A each then tells the other's partner that dS may come there.
@@ -27,11 +26,16 @@ struct TwoGroupWalk : BackwardParts<C> {
   using Barriers = TwoGroupBarriers<Layout::kQStages, Layout::kScoresUnits>;
   using Parts::barriers, Parts::params, Parts::place, Parts::smem, Parts::warp;
   using Unit = typename Parts::template Types<C.unit()>;
-  using Chunk = typename Parts::template Types<C.chunk>;
   static constexpr int kThreads = C.threads() / 2;  ///< of a group
   static constexpr int kUnit = C.unit();
-  static_assert(C.warps == 8);
-  static_assert(!(C.shares_dq || C.whole_dq) || (!C.scored() && !C.writes_scores), "only A awaits turns");
+  // Scores of group A: with pieces, exponentials of one stand beside S of the next and dV of the one before.
+  static constexpr int kPieces = C.by_pieces ? kUnit / 16 : 1;
+  using Piece = typename Parts::template Types<kUnit / kPieces>;
+  /// dS is written by who made it; where neighbours need it in shared memory, A has the time to copy it from there.
+  static constexpr bool kWritesAtOnce = C.writes_scores && C.key_sharers() == 1;
+  static_assert(C.warps == 8 && C.chunk == C.unit());
+  static_assert(!C.whole_dq || (!C.scored() && !C.writes_scores), "turns are of units");
+  static_assert(!C.by_pieces || (!C.scored() && C.key_sharers() == 1), "dV begins before P is handed over");
   static_assert(!C.scored() || C.copy != Copy::tma, "products that nobody wants say nothing of what is read");
 
   /// What of dQ waits to be added; null: nothing.
@@ -75,7 +79,7 @@ struct TwoGroupWalk : BackwardParts<C> {
     __syncthreads();  // where V stood, Q and dO come
   }
 
-  /// Group A: dV, and what the block adds to dQ, or half of that.
+  /// Group A: dV, and what the block adds to dQ.
   CUTE_DEVICE void run_a([[maybe_unused]] Values const& keys, Gradient& dv) const {
     QueryCursor at = this->first(place().walk), before = at;
     [[maybe_unused]] cute::conditional_t<C.adds_late(), Pending, std::nullptr_t> pending{};
@@ -87,44 +91,62 @@ struct TwoGroupWalk : BackwardParts<C> {
         int const unit = 2 * step + half;
         uint32_t const q = q_at(unit_at), terms = terms_of(unit_at);
         query_pipe.consumer_wait(unit_at);
-        typename Unit::Scores scores;
-        typename Unit::Probabilities probabilities;
-        cute::clear(scores);
-        this->template add_scores<Unit>(
-            [&](int i, auto&& k) FMHA_INLINE {
-              if (i < C.kept_key_steps) {
-                cute::copy(keys(cute::_, cute::_, i), k);
-              } else {
-                this->read_keys(0, i, k);
-              }
-            },
-            q, 0, scores);
+        typename Piece::Scores scores[kPieces];
+        typename Piece::Probabilities probabilities[kPieces];
+        auto const multiply_keys = [&](int i) FMHA_INLINE {
+          cute::clear(scores[i]);
+          this->template add_scores<Piece>(
+              [&](int i, auto&& k) FMHA_INLINE {
+                if (i < C.kept_key_steps) {
+                  cute::copy(keys(cute::_, cute::_, i), k);
+                } else {
+                  this->read_keys(0, i, k);
+                }
+              },
+              q, i * Piece::kKeySteps, scores[i]);
+        };
+        auto const add_values = [&](int i, auto const& factors) FMHA_INLINE {
+          this->add_queries(factors, q + Layout::kQTile, i * Piece::kKeySteps, dv);
+        };
+        multiply_keys(0);
         if constexpr (C.adds_late()) pending.add();
-        if constexpr (C.scored()) {
-          typename Unit::Probabilities factors;
-          this->template score<Unit>(masked, scores, probabilities, factors, terms, at,
-                                     at.tile * C.tile_m + half * kUnit);
-          scores_pipe.producer_acquire(unit);
-          hand_over(step, half, factors);
-        } else {
-          this->template exponentiate<Unit>(masked, scores, probabilities, terms, at.tile * C.tile_m + half * kUnit);
-          scores_pipe.producer_acquire(unit);
-          hand_over(step, half, probabilities);
+        CUTE_UNROLL
+        for (int i = 0; i < kPieces; ++i) {
+          int const begin = half * kUnit + i * Piece::kQueries;
+          if (i + 1 < kPieces) multiply_keys(i + 1);
+          if constexpr (C.scored()) {
+            typename Unit::Probabilities factors;
+            this->template score<Unit>(masked, scores[i], probabilities[i], factors, terms, at,
+                                       at.tile * C.tile_m + begin);
+            scores_pipe.producer_acquire(unit);
+            hand_over(step, begin / 16, factors);
+          } else {
+            if (i > 0) add_values(i - 1, probabilities[i - 1]);
+            this->template exponentiate<Piece>(masked, scores[i], probabilities[i],
+                                               this->lse_of(terms, i * Piece::kQueries), at.tile * C.tile_m + begin);
+          }
         }
-        auto const of_sharers = share(probabilities, [&](int m, int i, auto&& p) FMHA_INLINE {
+        if constexpr (!C.scored()) {
+          scores_pipe.producer_acquire(unit);
+          CUTE_UNROLL
+          for (int i = 0; i < kPieces; ++i) {
+            hand_over(step, half * Unit::kKeySteps + i * Piece::kKeySteps, probabilities[i]);
+          }
+        }
+        decltype(auto) of_sharers = share(probabilities[kPieces - 1], [&](int m, int i, auto&& p) FMHA_INLINE {
           read_probabilities(neighbour(), m, half * Unit::kKeySteps + i, scores_at(step), p);
         });
         mbarrier_arrive(probabilities_barrier(step, half, neighbour()));  // its place is free for dS
-        if (!C.scored() || params.dv != nullptr) this->add_queries(of_sharers, q + Layout::kQTile, 0, dv);
+        if (!C.scored() || params.dv != nullptr) add_values(kPieces - 1, of_sharers);
         query_pipe.consumer_release(unit_at, made_of(dv));
         unit_at = unit_at.next();
         if constexpr (C.whole_dq) {
-          if (half == 1 && step > 0 && !(C.shares_dq && step % 2 == 0)) finish_tile(step - 1, before);
-        } else if constexpr (!C.writes_scores) {
-          if (unit > 0 && !(C.shares_dq && half == 0)) finish(unit - 1, half == 0 ? before : at, pending);
+          if (half == 1 && step > 0) finish_tile(step - 1, before);
+        } else if constexpr (!kWritesAtOnce) {
+          if (unit > 0) finish(unit - 1, half == 0 ? before : at, pending);
         }
       };
-      if constexpr (C.writes_scores) {
+      if constexpr (kWritesAtOnce) {
         // Products of the next half that begin among those of this one take registers that are not there.
         CUTE_NO_UNROLL
         for (int half = 0; half < 2; ++half) run_half(half);
@@ -136,15 +158,15 @@ struct TwoGroupWalk : BackwardParts<C> {
       at = this->after(at, place().walk);
     }
     if constexpr (C.whole_dq) {
-      if (!(C.shares_dq && steps % 2 == 0)) finish_tile(steps - 1, before);
-    } else if constexpr (!C.shares_dq && !C.writes_scores) {
+      finish_tile(steps - 1, before);
+    } else if constexpr (!kWritesAtOnce) {
       if constexpr (C.adds_late()) pending.add();
       finish(2 * steps - 1, before, pending);
       if constexpr (C.adds_late()) pending.add();
     }
   }
 
-  /// Group B: dK, and the other half.
+  /// Group B: dK.
   CUTE_DEVICE void run_b(Values const& values, Gradient& dk) const {
     QueryCursor at = this->first(place().walk), here = at;
     load(0, {0, 1}, at);
@@ -153,64 +175,49 @@ struct TwoGroupWalk : BackwardParts<C> {
     Position unit_at;
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
-      QueryCursor const last_tile = here;
       here = at;
       at = this->after(at, place().walk);
       CUTE_UNROLL
-      for (int begin = 0; begin < C.tile_m; begin += C.chunk) {
-        int const half = begin / kUnit, unit = 2 * step + half, row = begin % kUnit;
-        bool const first = row == 0, last = row + C.chunk == kUnit;
+      for (int half = 0; half < 2; ++half) {
+        int const unit = 2 * step + half, begin = half * kUnit;
         uint32_t const q = q_at(unit_at);
         // Of the next tile, where the last unit was: all warps have read that, or nearly.
-        if (first && unit > 0 && step + 1 < steps) load(half, unit_at.before(), at);
-        typename Chunk::Scores scores;
-        typename Chunk::Probabilities probabilities;
-        if (first) query_pipe.consumer_wait(unit_at);
-        auto const of_chunk = this->template scored_chunk<Chunk>(here, here.tile * C.tile_m + begin);
-        uint32_t const minus_d = this->minus_d_of(terms_of(unit_at), row);
-        auto const start = [&](int pair) { return this->terms_at(minus_d, pair); };
+        if (unit > 0 && step + 1 < steps) load(half, unit_at.before(), at);
+        typename Unit::Scores scores;
+        typename Unit::Probabilities probabilities;
+        query_pipe.consumer_wait(unit_at);
+        auto const of_unit = this->template scored_chunk<Unit>(here, here.tile * C.tile_m + begin);
+        uint32_t const d = this->minus_d_of(terms_of(unit_at), 0);
+        auto const minus_d = [&](int pair) { return this->terms_at(d, pair); };
         if constexpr (C.scored()) {
-          of_chunk.start(scores, start);
+          of_unit.start(scores, minus_d);
         } else {
-          this->template start_with_d<Chunk>(scores, minus_d);
+          this->template start_with_d<Unit>(scores, d);
         }
-        this->template add_scores<Chunk>([&](int i, auto&& v)
-                                             FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
-                                         q + Layout::kQTile, row / 16, scores);
-        if (first) mbarrier_wait(probabilities_barrier(step, half, warp), step / Layout::kScoresTiles & 1);
+        this->template add_scores<Unit>([&](int i, auto&& v)
+                                            FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
+                                        q + Layout::kQTile, 0, scores);
+        mbarrier_wait(probabilities_barrier(step, half, warp), step / Layout::kScoresTiles & 1);
         take_over(step, begin / 16, probabilities);
         if constexpr (C.scored()) {
-          of_chunk.differentiate(probabilities, scores, start);
+          of_unit.differentiate(probabilities, scores, minus_d);
         } else {
-          this->template differentiate<Chunk>(probabilities, scores);
+          this->template differentiate<Unit>(probabilities, scores);
         }
-        if constexpr (C.writes_scores) this->template write_scores<Chunk>(step, begin / 8, probabilities);
-        if constexpr (!C.writes_scores || C.key_sharers() > 1) {
+        if constexpr (kWritesAtOnce) {
+          this->template write_scores<Unit>(step, begin / 8, probabilities);
+        } else {
           __syncwarp();  // all lanes have their P: dS may take its place
-          this->template store_scores<Chunk>(begin / 16, probabilities, scores_at(step));
+          this->template store_scores<Unit>(begin / 16, probabilities, scores_at(step));
         }
-        auto const of_sharers = share(probabilities, [&](int m, int i, auto&& ds) FMHA_INLINE {
+        decltype(auto) of_sharers = share(probabilities, [&](int m, int i, auto&& ds) FMHA_INLINE {
           this->read_scores(neighbour(), m, begin / 16 + i, scores_at(step), ds);
         });
-        if (last) C.writes_scores ? scores_pipe.consumer_release(unit) : scores_pipe.producer_commit(unit);
-        if (!C.scored() || params.dk != nullptr) this->add_queries(of_sharers, q, row / 16, dk);
-        if (last) {
-          query_pipe.consumer_release(unit_at, made_of(dk));
-          unit_at = unit_at.next();
-        }
-        if (C.shares_dq && last && half == 0 && step > 0) {
-          if constexpr (!C.whole_dq) {
-            finish(unit - 1, last_tile);
-          } else if (step % 2 == 0) {
-            finish_tile(step - 1, last_tile);
-          }
-        }
+        kWritesAtOnce ? scores_pipe.consumer_release(unit) : scores_pipe.producer_commit(unit);
+        if (!C.scored() || params.dk != nullptr) this->add_queries(of_sharers, q, 0, dk);
+        query_pipe.consumer_release(unit_at, made_of(dk));
+        unit_at = unit_at.next();
       }
-    }
-    if constexpr (C.shares_dq && !C.whole_dq) {
-      finish(2 * steps - 1, here);
-    } else if constexpr (C.shares_dq) {
-      if (steps % 2 == 0) finish_tile(steps - 1, here);
     }
   }
 
@@ -220,19 +227,24 @@ struct TwoGroupWalk : BackwardParts<C> {
   /// P or dS of all keys of whose gradient this warp has a part: `own`, and what its neighbour has stored by now, which
   /// read(m, step, fragment) brings.
   template <class Own, class Read>
-  CUTE_DEVICE auto share(Own const& own, [[maybe_unused]] Read const& read) const {
-    constexpr int kRowSteps = Unit::kRowSteps, kSteps = cute::size<2>(Own{});
-    OperandA<KeyGradientTypes<C>, kSteps> all;
-    if constexpr (C.key_sharers() > 1) named_barrier_sync(1 + thread_id() / 64, 64);
-    CUTE_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
+  CUTE_DEVICE decltype(auto) share(Own const& own, [[maybe_unused]] Read const& read) const {
+    if constexpr (C.key_sharers() == 1) {
+      return own;
+    } else {
+      constexpr int kRowSteps = Unit::kRowSteps, kSteps = cute::size<2>(Own{});
+      OperandA<KeyGradientTypes<C>, kSteps> all;
+      named_barrier_sync(1 + thread_id() / 64, 64);
       CUTE_UNROLL
-      for (int m = 0; m < kRowSteps; ++m) {
-        cute::copy(own(cute::_, m, step), all(cute::_, m, step));
-        if constexpr (C.key_sharers() > 1) read(m, step, all(cute::_, kRowSteps + m, step));
+      for (int step = 0; step < kSteps; ++step) {
+        CUTE_UNROLL
+        for (int m = 0; m < kRowSteps; ++m) {
+          // By words: ptxas takes elements apart.
+          cute::copy(cute::recast<uint32_t>(own(cute::_, m, step)), cute::recast<uint32_t>(all(cute::_, m, step)));
+          read(m, step, all(cute::_, kRowSteps + m, step));
+        }
       }
+      return all;
     }
-    return all;
   }
   /// Where a unit of Q is, and dO behind it.
   CUTE_DEVICE static uint32_t q_at(Position unit) { return Layout::kQ + unit.stage * Layout::kUnitBytes; }
@@ -249,6 +261,11 @@ struct TwoGroupWalk : BackwardParts<C> {
   template <class Late = std::nullptr_t>
   CUTE_DEVICE void finish(int unit, QueryCursor const& at, [[maybe_unused]] Late&& late = {}) const {
     scores_pipe.consumer_wait(unit);
+    if constexpr (C.writes_scores) {
+      copy_scores(unit / 2, unit % 2 * kUnit);
+      scores_pipe.consumer_release(unit);
+      return;
+    }
     if (place().sums == nullptr) {
       scores_pipe.consumer_release(unit);
       return;
@@ -284,22 +301,36 @@ struct TwoGroupWalk : BackwardParts<C> {
     }
   }
 
-  CUTE_DEVICE void hand_over(int step, int half, typename Unit::Probabilities& probabilities) const {
+  /// dS of a unit, which begins with query `row` of a step's tile, to memory.
+  CUTE_DEVICE void copy_scores(int step, int row) const {
+    constexpr int kEights = kUnit / 8;
+    auto* const tile = reinterpret_cast<uint16_t*>(place().sums) + int64_t(step) * (C.tile_m * C.tile_n);
     CUTE_UNROLL
-    for (int i = 0; i < Unit::kKeySteps; ++i) {
+    for (int first = 0; first < C.tile_n * kEights; first += kThreads) {
+      int const i = first + threadIdx.x % kThreads, keys = i / (8 * kEights), queries = row / 8 + i / 8 % kEights;
+      *reinterpret_cast<uint4*>(tile + scores_matrix(C.tile_m, keys, queries) + i % 8 * 8) =
+          *reinterpret_cast<uint4 const*>(smem + Layout::kScores +
+                                          ScoresTile::lane_offset(8 * keys + i % 8, 8 * queries));
+    }
+  }
+
+  template <class Probabilities>
+  CUTE_DEVICE void hand_over(int step, int column_step, Probabilities const& probabilities) const {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size<2>(probabilities); ++i) {
       CUTE_UNROLL
       for (int m = 0; m < Unit::kRowSteps; ++m) {
         auto const words = cute::recast<uint32_t>(probabilities(cute::_, m, i));
-        *reinterpret_cast<uint4*>(smem + this->scores_offset(warp, m, half * Unit::kKeySteps + i, scores_at(step))) = {
+        *reinterpret_cast<uint4*>(smem + this->scores_offset(warp, m, column_step + i, scores_at(step))) = {
             words(0), words(1), words(2), words(3)};
       }
     }
   }
-  CUTE_DEVICE void take_over(int step, int column_step, typename Chunk::Probabilities& probabilities) const {
+  CUTE_DEVICE void take_over(int step, int column_step, typename Unit::Probabilities& probabilities) const {
     CUTE_UNROLL
-    for (int i = 0; i < Chunk::kKeySteps; ++i) {
+    for (int i = 0; i < Unit::kKeySteps; ++i) {
       CUTE_UNROLL
-      for (int m = 0; m < Chunk::kRowSteps; ++m)
+      for (int m = 0; m < Unit::kRowSteps; ++m)
         read_probabilities(warp, m, column_step + i, scores_at(step), probabilities(cute::_, m, i));
     }
   }
