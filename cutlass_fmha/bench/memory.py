@@ -20,6 +20,8 @@ from .gradients import arguments_of
 
 def peak(call: Callable[[], object]) -> int:
     """The most bytes that a call holds on the current device at once, its result among them."""
+    # Autograd's thread lets go of gradients only after it handed them over: of all before, once it has another turn.
+    torch.zeros((), device="cuda", requires_grad=True).backward()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
