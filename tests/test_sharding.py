@@ -134,7 +134,6 @@ def one_of_two(rank: int, meeting: str) -> None:
     tensor_parallel(mesh["two"])
     if _HAS_REGISTRY:
         ring_attention(mesh["two"])
-    two_processes.part()
 
 
 def test_shards_of_two_processes_are_what_one_computes(tmp_path: Path):
