@@ -74,8 +74,8 @@ endfunction()
 # What the rows made for `arch` are compiled for, by nvcc's name: of sm_89 a list. Asked once the manifest was read.
 function(fmha_target_of arch out)
   set(target ${arch})
-  if(arch IN_LIST FMHA_PROXIED)
-    set(target 90)
+  if(arch EQUAL 90 OR arch IN_LIST FMHA_PROXIED)
+    set(target 90a)  # plain sm_90 lets no warp have more registers than another
   elseif(arch EQUAL 89 AND FMHA_TARGETS_89)
     set(target ${FMHA_TARGETS_89})
   elseif(arch EQUAL 120 AND FMHA_NVCC_VERSION VERSION_GREATER_EQUAL 12.9)
@@ -96,7 +96,7 @@ function(fmha_code_flags arch out)
   set(flags "")
   foreach(target IN LISTS targets)
     set(code sm_${target})
-    if(arch EQUAL 89 AND target EQUAL least AND NOT target EQUAL 90)
+    if(arch EQUAL 89 AND target EQUAL least AND NOT arch IN_LIST FMHA_PROXIED)
       set(code "[sm_${target},compute_${target}]")  # PTX too: through it a GPU without code of its own runs these
       if(CUTLASS_FMHA_PTX_AHEAD)
         set(code sm_${CUTLASS_FMHA_PTX_AHEAD})  # what that GPU's driver would make of it

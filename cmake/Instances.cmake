@@ -169,25 +169,15 @@ function(fmha_add_features FEATURES SUFFIX
   endforeach()
 endfunction()
 
-# Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields; the last five,
-# WRITES_SCORES, ROUNDED_PAIRS, KEPT_KEY_STEPS, WHOLE_DQ and BY_PIECES, may be left out where they are false or 0.
+# Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields; the last
+# three, WRITES_SCORES, ROUNDED_PAIRS and WHOLE_DQ, may be left out where they are false.
 function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY)
-  set(defaults false false 0 false false)
-  list(LENGTH ARGN given)
-  foreach(column RANGE 0 4)
-    if(column GREATER_EQUAL given)
-      list(GET defaults ${column} default)
-      list(APPEND ARGN ${default})
-    endif()
-  endforeach()
+  list(APPEND ARGN false false false)
   list(GET ARGN 0 WRITES_SCORES)
   list(GET ARGN 1 ROUNDED_PAIRS)
-  list(GET ARGN 2 KEPT_KEY_STEPS)
-  list(GET ARGN 3 WHOLE_DQ)
-  list(GET ARGN 4 BY_PIECES)
-  if(ARGC GREATER 15 OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$" OR
-     NOT "${WRITES_SCORES},${ROUNDED_PAIRS},${WHOLE_DQ},${BY_PIECES},${KEPT_KEY_STEPS}" MATCHES
-     "^(true|false),(true|false),(true|false),(true|false),[0-9]+$" OR
+  list(GET ARGN 2 WHOLE_DQ)
+  if(ARGC GREATER 13 OR NOT GROUPS MATCHES "^[123]$" OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$" OR
+     NOT "${WRITES_SCORES},${ROUNDED_PAIRS},${WHOLE_DQ}" MATCHES "^(true|false),(true|false),(true|false)$" OR
      (WRITES_SCORES AND FEATURES STREQUAL "scores"))
     message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
   endif()
@@ -199,7 +189,7 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
         message(FATAL_ERROR "cutlass_fmha: src/rows.cmake asks for sm_${arch} ${dtype}, which does not exist")
       endif()
       set(name "bwd_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE_M}n${TILE_N}w${WARPS}")
-      if(GROUPS)
+      if(GROUPS GREATER 1)
         string(APPEND name "_groups")
       endif()
       if(COPY STREQUAL "tma")
@@ -217,8 +207,7 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
           ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1},"
           "{.chunk = ${CHUNK}, .groups = ${GROUPS}, .features = cutlass_fmha::Features::${FEATURES},"
           ".copy = cutlass_fmha::Copy::${COPY}, .writes_scores = ${WRITES_SCORES},"
-          ".rounded_pairs = ${ROUNDED_PAIRS}, .kept_key_steps = ${KEPT_KEY_STEPS}, .whole_dq = ${WHOLE_DQ},"
-          ".by_pieces = ${BY_PIECES}}}")
+          ".rounded_pairs = ${ROUNDED_PAIRS}, .whole_dq = ${WHOLE_DQ}}}")
       list(JOIN config " " config)
       fmha_add_row(backward ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_backward" "${name}" "${config}")
     endforeach()

@@ -111,8 +111,8 @@ class Row:
     def chunk(self) -> int:
         """Queries whose scores a warp holds at a time."""
     @property
-    def groups(self) -> bool:
-        """Whether two groups of warps divide the products."""
+    def groups(self) -> int:
+        """Of warps, which divide the products of the same keys; 1: each warp has all of its own."""
 
     # Of wide ones:
 

@@ -34,16 +34,16 @@ ROWS = (
 GRADIENTS = (
     *("bwd_sm89_bf16_d32_m64n256w8", "bwd_sm89_f16_d64_m64n256w8"),
     *("bwd_sm120_bf16_d96_m64n128w8_tma", "bwd_sm120_f16_d128_m64n128w8_tma"),
-    *("bwd_sm90_bf16_d64_m64n192w8_groups_tma", "bwd_sm90_bf16_d128_m64n128w8_groups_tma"),
-    *("bwd_sm90_f16_d96_m64n128w8_groups_tma", "bwd_sm90_f16_d256_m32n64w8_groups_tma"),
+    *("bwd_sm90_bf16_d64_m64n192w12_groups_tma", "bwd_sm90_bf16_d128_m64n128w12_groups_tma"),
+    *("bwd_sm90_f16_d96_m64n128w12_groups_tma", "bwd_sm90_f16_d256_m32n64w12_groups_tma"),
     *("bwd_sm89_bf16_d32_m64n256w8_scored", "bwd_sm120_f16_d64_m64n128w8_scored"),
     *("bwd_sm90_bf16_d128_m64n128w8_tma_scored", "bwd_sm120_bf16_d256_m32n64w8_groups_scored"),
-    *("bwd_sm89_f16_d64_m64n256w8_ds", "bwd_sm120_bf16_d96_m64n128w8_ds", "bwd_sm90_f16_d256_m32n64w8_groups_ds"),
-    *("bwd_sm90_bf16_d64_m64n192w8_groups_tma_ds", "bwd_sm90_bf16_d128_m64n128w8_groups_tma_ds"),
+    *("bwd_sm89_f16_d64_m64n256w8_ds", "bwd_sm120_bf16_d96_m64n128w8_ds", "bwd_sm120_f16_d256_m32n64w12_groups_tma_ds"),
+    *("bwd_sm90_bf16_d64_m64n192w12_groups_tma_ds", "bwd_sm90_bf16_d128_m64n128w12_groups_tma_ds"),
     *("widebwd_sm89_f32_d128_m64n64w8", "widebwd_sm90_f16_d512_m64n64w8"),
 )
 #: What makes dQ of their dS.
-PRODUCTS = "bwd_sm(89_f16_d64|120_bf16_d96|90_bf16_d64|90_bf16_d128|90_f16_d256)_.*_dq"
+PRODUCTS = "bwd_sm(89_f16_d64|120_bf16_d96|90_bf16_d64|90_bf16_d128|120_f16_d256)_.*_dq"
 
 #: What of the gate needs no row of attention: all of test_parity_beside.py, and of test_parity_helpers.py these.
 BESIDE = "parity_beside or combine or merge or rota or position or append or place"

@@ -86,7 +86,7 @@ def _of_a_row(kernel: Kernel, row: Any) -> list[Check]:
 
 def shared_memory(kernel: Kernel, row: Any) -> tuple[int, int]:
     """Bytes that a block and an SM have for the row."""
-    if row.family == "wide" and kernel.arch == 90:
+    if kernel.arch == 90 and (row.family == "wide" or "w12_groups" in row.name):
         return SHARED_PER_BLOCK_90, SHARED_PER_SM_90
     with_features = row.name.endswith(("_ranged", "_score_mod", "_masked", "_scored"))
     if with_features and (kernel.arch == 90 or row.name.endswith(FEW_QUERIES)):

@@ -7,15 +7,14 @@ namespace cutlass_fmha {
 
 /// How a row of the backward is made. tile_m: queries per step of the main loop; tile_n: keys of a thread block.
 struct BackwardOptions {
-  int chunk;    ///< queries whose scores a warp holds at a time; of two groups, one of the second
-  bool groups;  ///< one half of the warps has S, P, dV and dQ, the other dP, dS and dK of the same keys
+  int chunk;   ///< queries whose scores a warp holds at a time; of groups, one of the second
+  int groups;  ///< of warps that divide the products of the same keys: 1: nothing is divided; 2: S, P, dV and dQ are
+               ///< the first's, dP, dS and dK the second's; 3: dQ is the third's
   Features features = Features::ranges;  ///< `scores`: and dQ in a fixed order
   Copy copy = Copy::cp_async_16;         ///< of Q and dO; tma: of tiles all of whose rows are the sequence's
   bool writes_scores = false;            ///< dS goes to memory, of which a row of QueryProductConfig makes dQ
   bool rounded_pairs = false;            ///< of bfloat16, dS is a product of rounded pairs: P and dP - D
-  int kept_key_steps = 0;                ///< of two groups, the first keeps K of so many 16 dimensions in registers
-  bool whole_dq = false;                 ///< of two groups, dQ is made of whole tiles of dS, of which two have room
-  bool by_pieces = false;                ///< of two groups, the first has scores of 16 queries at a time
+  bool whole_dq = false;                 ///< of three groups, dQ is made of whole tiles of dS, of which two have room
 };
 
 struct BackwardConfig : TileConfig, BackwardOptions {
@@ -23,20 +22,14 @@ struct BackwardConfig : TileConfig, BackwardOptions {
   constexpr bool scored() const { return features == Features::scores; }
   constexpr int head_dim_v() const { return head_dim; }
   constexpr int alignment() const { return 16; }
-  constexpr int group_warps() const { return groups ? warps / 2 : warps; }
+  constexpr int group_warps() const { return warps / groups; }
   /// Each warp of a group owns this many consecutive keys.
   constexpr int keys_per_warp() const { return tile_n / group_warps(); }
   /// Queries that come at once, and are handed over at once, between groups and to dQ.
-  constexpr int unit() const { return groups ? tile_m / 2 : tile_m; }
+  constexpr int unit() const { return groups > 1 ? tile_m / 2 : tile_m; }
   /// Warps of a group that divide the columns of the gradient of their keys. A warp of few keys has those of its
   /// neighbour as well, whose P or dS it finds in shared memory: each B fragment feeds twice as many mma.
-  constexpr int key_sharers() const { return groups && keys_per_warp() == 16 && !scored() ? 2 : 1; }
-
-  /// Whether a unit's part of dQ waits in registers until the next one's scores are there: no fragments are read then
-  /// for a while, which would stand behind it on their way.
-  constexpr bool adds_late() const {
-    return groups && head_dim == 256 && copy == Copy::tma && !scored() && !writes_scores && !whole_dq;
-  }
+  constexpr int key_sharers() const { return groups > 1 && keys_per_warp() == 16 && !scored() ? 2 : 1; }
 
   /// Queries that dQ is made of at once.
   constexpr int dq_rows() const { return whole_dq ? tile_m : unit(); }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../core/scheduler.h"
-#include "two_groups.cuh"
+#include "groups.cuh"
 #include "walk.cuh"
 
 namespace cutlass_fmha {
@@ -119,22 +119,26 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
     BackwardLayout<C>::place(smem) = tile;
   }
   __syncthreads();
-  if constexpr (C.groups) {
-    // A group has one of the gradients.
-    bool const second = warp >= C.warps / 2;
-    int const of_group = warp % (C.warps / 2);
-    TwoGroupWalk<C> const walk(p, smem, steps, of_group);
-    KeyGradient<C> gradient;
-    cute::clear(gradient);
-    typename TwoGroupWalk<C>::Values values;
-    if (steps > 0) walk.start(values);
-    if (second) {
-      if (steps > 0) walk.run_b(values, gradient);
-      write_gradient<C>(BackwardLayout<C>::place(smem), p.dk, p.dk_stride, p.head_dim, of_group, p.scale, gradient);
+  if constexpr (C.groups > 1) {
+    // A group has one of the gradients. What is known before it has its registers would be spilled.
+    using Walk = GroupWalk<C>;
+    KeyTile const& place = BackwardLayout<C>::place(smem);
+    int const group = warp / C.group_warps(), of_group = warp % C.group_warps();
+    if (group == 2) {
+      Walk::template set_registers<2>();
+      if (steps > 0) Walk(p, smem, steps, of_group).run_c();
+    } else if (group == 1) {
+      Walk::template set_registers<1>();
+      KeyGradient<C> dk;
+      cute::clear(dk);
+      if (steps > 0) Walk(p, smem, steps, of_group).run_b(dk);
+      write_gradient<C>(place, p.dk, p.dk_stride, p.head_dim, of_group, p.scale, dk);
     } else {
-      if (steps > 0) walk.run_a(values, gradient);
-      write_gradient<C>(BackwardLayout<C>::place(smem), p.dv, p.dv_stride, p.head_dim_v, of_group, kept_scale<C>(p),
-                        gradient);
+      Walk::template set_registers<0>();
+      KeyGradient<C> dv;
+      cute::clear(dv);
+      if (steps > 0) Walk(p, smem, steps, of_group).run_a(dv);
+      write_gradient<C>(place, p.dv, p.dv_stride, p.head_dim_v, of_group, kept_scale<C>(p), dv);
     }
   } else {
     KeyGradient<C> dk, dv;

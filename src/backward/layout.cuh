@@ -114,7 +114,7 @@ struct OneGroupBarriers {
   static constexpr int kBytes = kScores + TilePipeline<1>::kBytes;
 };
 template <int QueryUnits, int ScoresUnits>
-struct TwoGroupBarriers {
+struct GroupBarriers {
   static constexpr int kQueries = 0, kScores = kQueries + TilePipeline<QueryUnits>::kBytes;
   static constexpr int kProbabilities = kScores + TilePipeline<ScoresUnits>::kBytes;  ///< of each pair across groups
   static constexpr int kBytes = kProbabilities + 4 * ScoresUnits * int(sizeof(uint64_t));
@@ -126,21 +126,21 @@ struct BackwardLayout {
   static constexpr int kKTile = C.tile_n * C.head_dim * 2, kQTile = C.unit() * C.head_dim * 2;
   static constexpr int kScoresTile = C.tile_n * C.tile_m * 2, kTerms = kTermsOfQuery * C.unit() * int(sizeof(float));
   static constexpr int kScoresTiles = C.whole_dq ? 2 : 1, kScoresUnits = 2 * kScoresTiles;
-  /// Of one group, tiles of Q, and one of dO behind them. Of two groups, units of Q, each with its dO.
-  static constexpr int kQStages = C.groups ? 3 : 2;
+  /// Of one group, tiles of Q, and one of dO behind them. Of more, units of Q, each with its dO.
+  static constexpr int kQStages = C.groups == 1 ? 2 : C.groups == 3 && C.arch == 90 ? 4 : 3;
   static constexpr int kQ = kKTile;
-  static constexpr int kDout = kQ + kQStages * kQTile;                                    ///< of one group
-  static constexpr int kUnitBytes = 2 * kQTile;                                           ///< of Q and dO
-  static constexpr int kScores = C.groups ? kQ + kQStages * kUnitBytes : kDout + kQTile;  ///< P, dS: [key, query]
+  static constexpr int kDout = kQ + kQStages * kQTile;                                        ///< of one group
+  static constexpr int kUnitBytes = 2 * kQTile;                                               ///< of Q and dO
+  static constexpr int kScores = C.groups > 1 ? kQ + kQStages * kUnitBytes : kDout + kQTile;  ///< P, dS: [key, query]
   static constexpr int kRowTerms = kScores + kScoresTiles * kScoresTile;
   static constexpr int kPlace = kRowTerms + kQStages * kTerms;
   static constexpr int kBarriers = kPlace + (int(sizeof(Place)) + 15) / 16 * 16;
   static constexpr int kBytes =
-      kBarriers + (C.groups ? TwoGroupBarriers<kQStages, kScoresUnits>::kBytes : OneGroupBarriers::kBytes);
-  static_assert(kBytes <= 99 * 1024, "sm_89 and sm_120 have no more");
+      kBarriers + (C.groups > 1 ? GroupBarriers<kQStages, kScoresUnits>::kBytes : OneGroupBarriers::kBytes);
+  static_assert(kBytes <= (C.arch == 90 ? 227 : 99) * 1024);
 
   /// V stands there before the walk, on its way to registers.
-  static constexpr int kV = C.groups ? kQ : kDout;
+  static constexpr int kV = C.groups > 1 ? kQ : kDout;
   static_assert(kV + kKTile <= kRowTerms);
 
   CUTE_DEVICE static Place& place(char* smem) { return *reinterpret_cast<Place*>(smem + kPlace); }

@@ -33,11 +33,10 @@ struct BackwardParts {
   using QTile = LdmatrixTile<C.head_dim, C.unit(), C.element_bytes()>;  ///< of dO, too
   using ScoresTile = LdmatrixTile<C.tile_m, C.tile_n, C.element_bytes()>;
   using KeyLoader = RowLoader<C.head_dim, C.tile_n, C.threads(), C.element_bytes()>;
-  static constexpr bool kStoresMatrices = C.groups && C.arch >= 90;  ///< dS, by stmatrix
+  static constexpr bool kStoresMatrices = C.groups > 1 && C.arch >= 90;  ///< dS, by stmatrix
   static constexpr bool kMultipliesPairs = C.rounded_pairs && C.dtype == DType::bfloat16;
-  /// Behind scores no branch is about what is hidden: exponentials begin among their last mma. Where dS is written, the
-  /// branch is faster.
-  static constexpr bool kHidesBehind = C.groups && !C.writes_scores;
+  /// Behind scores no branch is about what is hidden: exponentials begin among their last mma.
+  static constexpr bool kHidesBehind = C.groups > 1;
   static_assert(!C.rounded_pairs || C.arch >= 90, "mul.bf16x2 begins there");
   static_assert(C.unit() % C.chunk == 0 && C.chunk % 16 == 0 && C.keys_per_warp() % 16 == 0);
 
@@ -150,10 +149,10 @@ struct BackwardParts {
                         fragment(cute::_, m));
     }
   }
-  /// V for the whole walk, from where it stands before; or K, which stays.
-  CUTE_DEVICE void keep_values(Values& values, uint32_t tile = Layout::kV) const {
+  /// V for the whole walk, from where it stands before.
+  CUTE_DEVICE void keep_values(Values& values) const {
     CUTE_UNROLL
-    for (int step = 0; step < T::kDimSteps; ++step) read_keys(tile, step, values(cute::_, cute::_, step));
+    for (int step = 0; step < T::kDimSteps; ++step) read_keys(Layout::kV, step, values(cute::_, cute::_, step));
   }
   /// Dimensions 16 * step of queries 16 * row_step of a tile.
   template <class Fragment>
@@ -171,21 +170,33 @@ struct BackwardParts {
   /// gradient += P^T dO, or dS^T Q. `factors`: of the gradient's keys, and of a tile's queries from 16 * row_step on.
   template <class Factors>
   CUTE_DEVICE void add_queries(Factors const& factors, uint32_t tile, int row_step, Gradient& gradient) const {
+    add_queries(factors, gradient,
+                [&](int step, int n, auto&& b) FMHA_INLINE { read_columns(tile, row_step + step, n, b); });
+  }
+  /// The same of what read(step, n, fragment) brings, as read_columns() does.
+  template <class Factors, class Read>
+  CUTE_DEVICE void add_queries(Factors const& factors, Gradient& gradient, Read const& read) const {
     using namespace cute;
     using G = KeyGradientTypes<C>;
-    if constexpr (C.key_sharers() > 1) {
-      tile += G::column_begin(warp) / QTile::P::kWidth * (QTile::kRows * QTile::P::kRowBytes);
-    }
     CUTE_UNROLL
     for (int step = 0; step < size<2>(factors); ++step) {
       CUTE_UNROLL
       for (int n = 0; n < G::kColumns / 16; ++n) {
         OperandsB<T, 1> b;
-        load_piece<QTile, true>(smem, tile, rows_first, row_step + step, n, b(_, _, 0));
+        read(step, n, b(_, _, 0));
         multiply<G>(factors(_, _, step), b(_, _, 0), gradient, n);
       }
       repeat_mma_passes<typename T::Mma>(gradient);
     }
+  }
+  /// Columns 16 * n of those that this warp's gradient has, of queries 16 * row_step of a tile.
+  template <class Fragment>
+  CUTE_DEVICE void read_columns(uint32_t tile, int row_step, int n, Fragment&& fragment) const {
+    using G = KeyGradientTypes<C>;
+    if constexpr (C.key_sharers() > 1) {
+      tile += G::column_begin(warp) / QTile::P::kWidth * (QTile::kRows * QTile::P::kRowBytes);
+    }
+    load_piece<QTile, true>(smem, tile, rows_first, row_step, n, fragment);
   }
 
   // ---- scores
@@ -440,12 +451,13 @@ struct BackwardParts {
     }
   }
 
-  /// dQ of dq_rows() from query `row` of a tile on; where it is added. read() is called when nothing is read of dS any
-  /// more, which is in `tile`.
+  /// Adds dQ of dq_rows() from query `row` of a tile on. read() is called when nothing is read of dS any more, which is
+  /// in `tile`.
   template <class Read>
-  CUTE_DEVICE float* multiply_query_gradient(QueryCursor const& at, int row, Read const& read, uint32_t tile,
-                                             typename Q::Gradient& dq) const {
+  CUTE_DEVICE void add_query_gradient(QueryCursor const& at, int row, Read const& read,
+                                      uint32_t tile = Layout::kScores) const {
     using namespace cute;
+    typename Q::Gradient dq;
     clear(dq);
     int const row_begin = Q::row_begin(warp), column_begin = Q::column_begin(warp);
     add_product<Q, C.tile_n / 16, Q::kColumns / 16>(
@@ -459,24 +471,8 @@ struct BackwardParts {
             FMHA_INLINE { load_piece<KTile, true>(smem, 0, rows_first, step, column_begin / 16 + n, k); },
         dq);
     read();
-    return place().sums + tile_number(at) * (C.tile_m * C.head_dim) +
-           sum_offset(C.head_dim, row + row_begin, column_begin);
-  }
-  CUTE_DEVICE static void add_to_sums_of(float* to, typename Q::Gradient const& dq) {
-    CUTE_UNROLL
-    for (int m = 0; m < Q::kRowSteps; ++m) {
-      CUTE_UNROLL
-      for (int n = 0; n < Q::kColumns / 8; ++n) {
-        auto const piece = dq(cute::_, m, n);
-        add_to_sums(to + sum_offset(C.head_dim, 16 * m, 8 * n), lane_id(), piece(0), piece(1), piece(2), piece(3));
-      }
-    }
-  }
-  template <class Read>
-  CUTE_DEVICE void add_query_gradient(QueryCursor const& at, int row, Read const& read,
-                                      uint32_t tile = Layout::kScores) const {
-    typename Q::Gradient dq;
-    float* const to = multiply_query_gradient(at, row, read, tile, dq);
+    float* const to = place().sums + tile_number(at) * (C.tile_m * C.head_dim) +
+                      sum_offset(C.head_dim, row + row_begin, column_begin);
     int* turn = nullptr;
     if constexpr (C.scored()) {
       if (params.turns != nullptr) {
@@ -484,7 +480,14 @@ struct BackwardParts {
         await_turn(turn, at);
       }
     }
-    add_to_sums_of(to, dq);
+    CUTE_UNROLL
+    for (int m = 0; m < Q::kRowSteps; ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < Q::kColumns / 8; ++n) {
+        auto const piece = dq(_, m, n);
+        add_to_sums(to + sum_offset(C.head_dim, 16 * m, 8 * n), lane_id(), piece(0), piece(1), piece(2), piece(3));
+      }
+    }
     if constexpr (C.scored()) {
       if (turn != nullptr) pass_turn(turn);
     }

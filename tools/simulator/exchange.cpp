@@ -201,6 +201,10 @@ void add_exchange(Opcodes& ops) {
   ops.add({"mbarrier.test_wait.parity.shared.b64"}, mbarrier_wait<false>, phase);
   ops.add({"mbarrier.try_wait.parity.shared.b64"}, mbarrier_wait<true>, phase);
 
+  // Registers have no number here.
+  ops.add({"setmaxnreg.inc.sync.aligned.u32", "setmaxnreg.dec.sync.aligned.u32"},
+          [](Warp& w, Instruction const&) { w.require(w.live()); }, {value});
+
   // What is written is seen at once here, so that there is nothing to fence; blocks run one after the other, and what
   // is ahead in the stream is complete.
   ops.add({"fence.proxy.async.shared", "fence.mbarrier_init.cluster", "membar.gl", "griddepcontrol.wait",

@@ -1,4 +1,4 @@
-"""Rows of the backward by two groups: errors against fp32 on small problems, rates beside torch's flash one.
+"""Rows of the backward by groups of warps: errors against fp32 on small problems, rates beside torch's flash one.
 
 PYTHONPATH=BUILD_OF_ROWS_CMAKE python run.py [--library NAME=FILE ...]; it takes 50 s on an H200.
 
