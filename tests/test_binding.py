@@ -56,7 +56,7 @@ def test_the_build_holds_the_manifests_rows_and_says_how_it_was_made():
     assert info["architectures"] == sorted({row.arch for row in ROWS})
     assert "ptx_compiler" in info and info["proxy"] in ({}, {120: 90})
     older = {f"{older}{own}" for older in ("80", "86", "80,86") for own in ("", ",89")}
-    targets = {89: {"89"} | older, 90: {"90"}, 120: {"120", "120a", "120f", "90"}}
+    targets = {89: {"89"} | older, 90: {"90a"}, 120: {"120", "120a", "120f", "90a"}}
     assert list(info["compiled_for"]) == info["architectures"]
     assert all(target in targets[arch] for arch, target in info["compiled_for"].items())
     if WITH_CUDA:

@@ -48,7 +48,8 @@ def eligible(problem: Problem, gpu: Device, build: tables.Table = BUILD) -> list
         (ALL, None, H200, 90), (ALL, None, RTX5090, 120), (ALL, None, SPARK, 120), (ALL, None, TURING, None),
         # A build that lacks a GPU's own rows, or has them in code that it can't execute: what nvcc 12.8
         # compiles for rows by TMA, sm_120a, doesn't run on 12.1. Both have the PTX of sm_89.
-        ((89,), None, H200, 89), ((89,), None, RTX5090, 89), ((90, 120), {90: "90"}, L4, None),
+        ((89,), None, H200, 89), ((89,), None, RTX5090, 89), ((90, 120), {90: "90a"}, L4, None),
+        ((90,), {90: "90a"}, H200, 90),
         (NO_90, {120: "120f"}, SPARK, 120), (NO_90, {120: "120"}, SPARK, 120), (NO_90, {120: "120a"}, SPARK, 89),
         (NO_90, {120: "120a"}, RTX5090, 120), (NO_90, {120: "90"}, RTX5090, 89),
     ],
