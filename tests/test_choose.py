@@ -45,13 +45,12 @@ def eligible(problem: Problem, gpu: Device, build: tables.Table = BUILD) -> list
     ("archs", "compiled_for", "gpu", "arch"),
     [
         (ALL, None, L4, 89), (ALL, None, B200, 89), (ALL, None, A100, 89), (ALL, None, ORIN, 89),
-        (ALL, None, H200, 90), (ALL, None, RTX5090, 120), (ALL, None, SPARK, 120), (ALL, None, TURING, None),
+        (ALL, {90: "90a"}, H200, 90), (ALL, None, RTX5090, 120), (ALL, None, SPARK, 120), (ALL, None, TURING, None),
         # A build that lacks a GPU's own rows, or has them in code that it can't execute: what nvcc 12.8
         # compiles for rows by TMA, sm_120a, doesn't run on 12.1. Both have the PTX of sm_89.
         ((89,), None, H200, 89), ((89,), None, RTX5090, 89), ((90, 120), {90: "90a"}, L4, None),
-        ((90,), {90: "90a"}, H200, 90),
         (NO_90, {120: "120f"}, SPARK, 120), (NO_90, {120: "120"}, SPARK, 120), (NO_90, {120: "120a"}, SPARK, 89),
-        (NO_90, {120: "120a"}, RTX5090, 120), (NO_90, {120: "90"}, RTX5090, 89),
+        (NO_90, {120: "120a"}, RTX5090, 120), (NO_90, {120: "90a"}, RTX5090, 89),
     ],
 )  # fmt: skip
 def test_a_device_takes_its_own_rows_or_the_ptx_of_sm_89(archs, compiled_for: Any, gpu: Device, arch: int | None):
@@ -82,9 +81,9 @@ def test_a_build_without_code_for_a_device_says_how_to_get_some():
         (SPARK, {120: "120a"}, r"sm_120 \(sm_120's compiled for sm_120a\) only, none .*nvcc 12.9"),
         (A100, {89: "89"}, r"sm_89 \(sm_89's compiled for sm_89\) only, none .*ARCHITECTURES=80`$"),
         (A100, {89: "86,89"}, r"compiled for sm_86 and sm_89\) only, none .*ARCHITECTURES=80`$"),
-        (RTX3090, {90: "90"}, r"rows for sm_90 only, none of .*ARCHITECTURES=86`$"),
+        (RTX3090, {90: "90a"}, r"rows for sm_90 only, none of .*ARCHITECTURES=86`$"),
         (TURING, {89: "80"}, "is older than every kernel of cutlass_fmha: .* 8.0 or newer is needed"),
-        (L4, {90: "90", 120: "120f"}, "holds rows for sm_90, sm_120 only, none of which NVIDIA L4"),
+        (L4, {90: "90a", 120: "120f"}, "holds rows for sm_90, sm_120 only, none of which NVIDIA L4"),
         (L4, {}, r"no CUDA kernels \(CUTLASS_FMHA_CUDA=OFF\): install a wheel with CUDA"),
     ):
         with pytest.raises(UnsupportedError, match=sentence) as error:
@@ -99,9 +98,9 @@ def test_an_architecture_can_be_forced(monkeypatch):
     with pytest.raises(UnsupportedError, match="FORCE_ARCH=120 asks for sm_120 rows.*rows for sm_89 only"):
         choose.choose(PROBLEM, RTX5090, table=make_build((89,)))
     # A proxy build runs them on sm_90 and nowhere else.
-    proxy = make_build((120,), {120: "90"})
+    proxy = make_build((120,), {120: "90a"})
     assert eligible(PROBLEM, H200, proxy)
-    for gpu, build, code in ((H200, BUILD, "120, which a device of capability 9.0"), (RTX5090, proxy, "90, which")):
+    for gpu, build, code in ((H200, BUILD, "120, which a device of capability 9.0"), (RTX5090, proxy, "90a, which")):
         found = eligibility.reasons(build.by_name(OF_120), PROBLEM, gpu, build)
         assert not eligible(PROBLEM, gpu, build) and f"compiled for sm_{code}" in "; ".join(found)
     monkeypatch.setenv(device.FORCE_ARCH, "80")

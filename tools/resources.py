@@ -43,6 +43,8 @@ SHARED_PER_BLOCK_90, SHARED_PER_SM_90 = 227 * 1024, 228 * 1024
 #: A line for all architectures with launch bounds that suit sm_90: elsewhere one of its blocks fits, and has
 #: fewer registers than it could.
 FEW_QUERIES = "_d128_m16n16w4k4_scored"
+#: Gradients by three groups of four warps.
+THREE_GROUPS = "w12_groups"
 HELPER_THREADS_PER_SM = WARPS_PER_SM * 32 // 2  # bound by memory: half of the warps keep it busy
 OTHER_THREADS = {"rms_norm": 512, "rope_backward": 384, r"backward_after_sm\d+_f32": 640}  # that sums sinks alone
 
@@ -86,7 +88,7 @@ def _of_a_row(kernel: Kernel, row: Any) -> list[Check]:
 
 def shared_memory(kernel: Kernel, row: Any) -> tuple[int, int]:
     """Bytes that a block and an SM have for the row."""
-    if kernel.arch == 90 and (row.family == "wide" or "w12_groups" in row.name):
+    if kernel.arch == 90 and (row.family == "wide" or THREE_GROUPS in row.name):
         return SHARED_PER_BLOCK_90, SHARED_PER_SM_90
     with_features = row.name.endswith(("_ranged", "_score_mod", "_masked", "_scored"))
     if with_features and (kernel.arch == 90 or row.name.endswith(FEW_QUERIES)):
