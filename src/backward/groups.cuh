@@ -46,6 +46,21 @@ struct GroupWalk : BackwardParts<C> {
         query_pipe{barriers() + Barriers::kQueries},
         scores_pipe{barriers() + Barriers::kScores} {}
 
+  /// Brings the block's keys, by all of its threads.
+  CUTE_DEVICE void bring() const {
+    if (threadIdx.x == 0) {
+      query_pipe.init(kThreads, 2 * kThreads);
+      scores_pipe.init(kThreads, kThreads);
+      for (int i = 0; i < 4 * Layout::kScoresUnits; ++i)
+        mbarrier_init(barriers() + Barriers::kProbabilities + 8 * i, 32);
+    }
+    this->load_keys(params.k, params.k_stride, 0, params.head_dim);
+    this->load_keys(params.v, params.v_stride, Layout::kV, params.head_dim_v);
+    cute::cp_async_wait<0>();
+    if constexpr (C.copy == Copy::tma) cute::tma_store_fence();
+    __syncthreads();
+  }
+
   /// Takes or gives up registers, once, by all of a group.
   template <int Group>
   CUTE_DEVICE static void set_registers() {
@@ -62,7 +77,7 @@ struct GroupWalk : BackwardParts<C> {
 
   /// Group A: dV, and without a third group what the block adds to dQ.
   CUTE_DEVICE void run_a(Gradient& dv) const {
-    start([] {});
+    release_all();
     QueryCursor at = this->first(place().walk), before = at;
     Position unit_at;
     CUTE_NO_UNROLL
@@ -106,7 +121,9 @@ struct GroupWalk : BackwardParts<C> {
   /// Group B: dK.
   CUTE_DEVICE void run_b(Gradient& dk) const {
     Values values;
-    start([&] { this->keep_values(values); });
+    this->keep_values(values);
+    if constexpr (C.copy == Copy::tma) cute::tma_store_fence();
+    release_all();
     QueryCursor here = this->first(place().walk);
     Next next{here};
     if (!kThird) load_first(next);
@@ -169,7 +186,6 @@ struct GroupWalk : BackwardParts<C> {
 
   /// Group C: what comes, and what the block adds to dQ.
   CUTE_DEVICE void run_c() const {
-    start([] {});
     QueryCursor here = this->first(place().walk);
     Next next{here};
     load_first(next);
@@ -191,22 +207,10 @@ struct GroupWalk : BackwardParts<C> {
   }
 
  private:
-  /// Brings the block's keys. keep() is called while V stands there.
-  template <class Keep>
-  CUTE_DEVICE void start(Keep const& keep) const {
-    if (threadIdx.x == 0) {
-      query_pipe.init(kThreads, 2 * kThreads);
-      scores_pipe.init(kThreads, kThreads);
-      for (int i = 0; i < 4 * Layout::kScoresUnits; ++i)
-        mbarrier_init(barriers() + Barriers::kProbabilities + 8 * i, 32);
-    }
-    this->load_keys(params.k, params.k_stride, 0, params.head_dim);
-    this->load_keys(params.v, params.v_stride, Layout::kV, params.head_dim_v);
-    cute::cp_async_wait<0>();
-    __syncthreads();
-    keep();
-    if constexpr (C.copy == Copy::tma) cute::tma_store_fence();
-    __syncthreads();  // where V stood, Q and dO come
+  /// Units may come: V, which stands in their place, is not read by this thread any more.
+  CUTE_DEVICE void release_all() const {
+    CUTE_UNROLL
+    for (int stage = 0; stage < Layout::kQStages; ++stage) query_pipe.consumer_release(Position{stage});
   }
 
   /// The warp with which this one divides gradients, or this one itself.
@@ -311,9 +315,9 @@ struct GroupWalk : BackwardParts<C> {
   /// The next unit to be asked for.
   struct Next {
     QueryCursor at;
-    Position last{0, 1};  ///< of the unit in whose place it comes
+    Position last{};  ///< in whose place it comes: V's at first, then a unit's
   };
-  /// Asks for the units that have room before any was read.
+  /// Asks for the units that come in V's place.
   CUTE_DEVICE void load_first(Next& next) const {
     CUTE_NO_UNROLL
     for (int unit = -Layout::kQStages; unit < 0; ++unit) load_in_place_of(unit, next);

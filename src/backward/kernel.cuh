@@ -124,6 +124,7 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
     using Walk = GroupWalk<C>;
     KeyTile const& place = BackwardLayout<C>::place(smem);
     int const group = warp / C.group_warps(), of_group = warp % C.group_warps();
+    if (steps > 0) Walk(p, smem, steps, of_group).bring();
     if (group == 2) {
       Walk::template set_registers<2>();
       if (steps > 0) Walk(p, smem, steps, of_group).run_c();
