@@ -29,7 +29,19 @@ struct BackwardConfig : TileConfig, BackwardOptions {
   constexpr int unit() const { return groups > 1 ? tile_m / 2 : tile_m; }
   /// Warps of a group that divide the columns of the gradient of their keys. A warp of few keys has those of its
   /// neighbour as well, whose P or dS it finds in shared memory: each B fragment feeds twice as many mma.
-  constexpr int key_sharers() const { return groups > 1 && keys_per_warp() == 16 && !scored() ? 2 : 1; }
+  constexpr int key_sharers() const {
+    bool const whole_panels = head_dim % 128 == 0;  // of half of the columns
+    return groups > 1 && keys_per_warp() == 16 && whole_panels && !scored() ? 2 : 1;
+  }
+
+  /// A sequence's last keys, if they are no more than these, have a walk of their own in the kernel: a third of a tile
+  /// takes less than half of its time there.
+  constexpr int tail() const { return groups == 3 && tile_n == 192 && !writes_scores ? 64 : tile_n; }
+  constexpr BackwardConfig of_tail() const {
+    BackwardConfig tail_config = *this;
+    tail_config.tile_n = tail();
+    return tail_config;
+  }
 
   /// Queries that dQ is made of at once.
   constexpr int dq_rows() const { return whole_dq ? tile_m : unit(); }

@@ -74,20 +74,12 @@ CUTE_DEVICE float kept_scale(BackwardParams const& p) {
   return C.scored() ? p.dropout_scale : 1.f;
 }
 
+/// Of the tile of keys that begins with `key_begin`. `grid_head`: of those in the grid.
 template <BackwardConfig C>
-CUTE_DEVICE void backward(BackwardParams const& p) {
+CUTE_DEVICE void backward_of_tile(BackwardParams const& p, Sequence const& sequence, int grid_head, int head_kv,
+                                  int key_begin) {
   static_assert(C.tile_n % (16 * C.group_warps()) == 0 && C.head_dim % 32 == 0);
   extern __shared__ __align__(1024) char smem[];
-  WorkTile const work = work_tile(p.schedule, blockIdx.x);
-  int head_kv = work.head, batch = work.batch;
-  if constexpr (C.writes_scores) {  // those of all batch entries have numbers
-    batch = (p.scores_first + work.head) / p.num_heads_kv;
-    head_kv = p.scores_first + work.head - batch * p.num_heads_kv;
-  }
-  Sequence const sequence = sequence_at(p, batch);
-  // Under a diagonal, the first keys are seen by most queries: they come first.
-  int const key_begin = (p.schedule.mixed ? p.schedule.m_blocks - 1 - work.m_block : work.m_block) * C.tile_n;
-  if (key_begin >= sequence.keys) return;  // seqlen_k is that of the longest sequence
   typename BackwardLayout<C>::Place tile;
   tile.sequence = sequence;
   tile.key_begin = key_begin;
@@ -107,7 +99,7 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
     tile.q = first(p.q, p.q_stride);
     tile.dout = first(p.dout, p.dout_stride);
     if constexpr (C.writes_scores) {
-      int64_t const at = first_scores_tile(p, work.head, key_begin / C.tile_n, steps);
+      int64_t const at = first_scores_tile(p, grid_head, key_begin / C.tile_n, steps);
       tile.sums = reinterpret_cast<float*>(p.scores + at * (C.tile_m * C.tile_n));
     } else {
       tile.sums = p.dq == nullptr ? nullptr : p.dq_sums + number * (C.tile_m * C.head_dim);
@@ -150,6 +142,27 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
     write_gradient<C>(place, p.dk, p.dk_stride, p.head_dim, warp, p.scale, dk);
     write_gradient<C>(place, p.dv, p.dv_stride, p.head_dim_v, warp, kept_scale<C>(p), dv);
   }
+}
+
+template <BackwardConfig C>
+CUTE_DEVICE void backward(BackwardParams const& p) {
+  WorkTile const work = work_tile(p.schedule, blockIdx.x);
+  int head_kv = work.head, batch = work.batch;
+  if constexpr (C.writes_scores) {  // those of all batch entries have numbers
+    batch = (p.scores_first + work.head) / p.num_heads_kv;
+    head_kv = p.scores_first + work.head - batch * p.num_heads_kv;
+  }
+  Sequence const sequence = sequence_at(p, batch);
+  // Under a diagonal, the first keys are seen by most queries: they come first.
+  int const key_begin = (p.schedule.mixed ? p.schedule.m_blocks - 1 - work.m_block : work.m_block) * C.tile_n;
+  if (key_begin >= sequence.keys) return;  // seqlen_k is that of the longest sequence
+  if constexpr (C.tail() < C.tile_n) {
+    if (sequence.keys - key_begin <= C.tail()) {
+      backward_of_tile<C.of_tail()>(p, sequence, work.head, head_kv, key_begin);
+      return;
+    }
+  }
+  backward_of_tile<C>(p, sequence, work.head, head_kv, key_begin);
 }
 
 }  // namespace cutlass_fmha
