@@ -185,7 +185,7 @@ fmha_backward("120"     "f16;bf16"  64       64     256    8     16    1      ra
 fmha_backward("89"      "f16;bf16"  96       64     128    8     64    1      ranges   cp_async_16)
 fmha_backward("90"      "f16;bf16"  96       64     128   12     32    3      ranges   tma          false         true          true)
 fmha_backward("120"     "f16;bf16"  96       64     128    8     64    1      ranges   tma)
-fmha_backward("89"      "f16;bf16" 128       64     128    8     64    1      ranges   cp_async_16)
+fmha_backward("89"      "f16;bf16" 128       64     128    8     16    2      ranges   cp_async_16)
 fmha_backward("90"      "f16;bf16" 128       64     128   12     16    3      ranges   tma          false         true)
 fmha_backward("120"     "f16;bf16" 128       64     128    8     64    1      ranges   tma)
 fmha_backward("89"      "f16;bf16" 256       32      64    8     16    2      ranges   cp_async_16)

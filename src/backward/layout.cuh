@@ -137,7 +137,7 @@ struct BackwardLayout {
   static constexpr int kBarriers = kPlace + (int(sizeof(Place)) + 15) / 16 * 16;
   static constexpr int kBytes =
       kBarriers + (C.groups > 1 ? GroupBarriers<kQStages, kScoresUnits>::kBytes : OneGroupBarriers::kBytes);
-  static_assert(kBytes <= (C.arch == 90 ? 227 : 99) * 1024);
+  static_assert(kBytes <= (C.arch == 90 ? 227 : 99) * 1024, "sm_89 and sm_120 have no more than 99 KB");
 
   /// V stands there before the walk, on its way to registers.
   static constexpr int kV = C.groups > 1 ? kQ : kDout;
