@@ -36,7 +36,7 @@ struct BackwardConfig : TileConfig, BackwardOptions {
 
   /// A sequence's last keys, if they are no more than these, have a walk of their own in the kernel: a third of a tile
   /// takes less than half of its time there.
-  constexpr int tail() const { return groups == 3 && tile_n == 192 && !writes_scores ? 64 : tile_n; }
+  constexpr int tail() const { return groups == 3 && tile_n == 192 ? 64 : tile_n; }
   constexpr BackwardConfig of_tail() const {
     BackwardConfig tail_config = *this;
     tail_config.tile_n = tail();

@@ -274,7 +274,8 @@ struct GroupWalk : BackwardParts<C> {
   /// dS of a unit, which begins with query `row` of a step's tile, to memory.
   CUTE_DEVICE void copy_scores(int step, int row) const {
     constexpr int kEights = kUnit / 8;
-    auto* const tile = reinterpret_cast<uint16_t*>(place().sums) + int64_t(step) * (C.tile_m * C.tile_n);
+    // As far apart as of a whole tile of keys.
+    auto* const tile = reinterpret_cast<uint16_t*>(place().sums) + int64_t(step) * (C.tile_m * params.scores_tile_n);
     CUTE_UNROLL
     for (int first = 0; first < C.tile_n * kEights; first += kThreads) {
       int const i = first + threadIdx.x % kThreads, keys = i / (8 * kEights), queries = row / 8 + i / 8 % kEights;

@@ -99,8 +99,8 @@ CUTE_DEVICE void backward_of_tile(BackwardParams const& p, Sequence const& seque
     tile.q = first(p.q, p.q_stride);
     tile.dout = first(p.dout, p.dout_stride);
     if constexpr (C.writes_scores) {
-      int64_t const at = first_scores_tile(p, grid_head, key_begin / C.tile_n, steps);
-      tile.sums = reinterpret_cast<float*>(p.scores + at * (C.tile_m * C.tile_n));
+      int64_t const at = first_scores_tile(p, grid_head, key_begin / p.scores_tile_n, steps);
+      tile.sums = reinterpret_cast<float*>(p.scores + at * (C.tile_m * p.scores_tile_n));
     } else {
       tile.sums = p.dq == nullptr ? nullptr : p.dq_sums + number * (C.tile_m * C.head_dim);
     }

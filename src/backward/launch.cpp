@@ -44,12 +44,15 @@ int short_key_tiles(BackwardParams const& p, int tile_n, int tiles) {
 /// the long tiles of some heads are mixed, the longest first, and the short ones of all come last, as tile_order()
 /// says; but of no more heads than L2 holds or give each SM two tiles. On an H200, causal, H32/8 S8192 D128 took 3.9 ms
 /// in place of 4.7 by heads. Where tiles of a head wait for each other, those of all heads are mixed, if memory allows:
-/// fewer of a head run at a time.
+/// fewer of a head run at a time. A last tile of a walk of its own is short, too.
 ///
 /// Of `heads_kv` heads of keys in each of `batch` entries.
 TileSchedule key_tile_schedule(BackwardParams const& p, BackwardConfig const& c, int heads_kv, int batch, int device) {
   int const tiles = ceil_div(p.seqlen_k, c.tile_n), group = p.num_heads / p.num_heads_kv;
   int const heads = heads_kv * batch;
+  bool const mixed = p.window_right >= 0 || p.ordered;
+  if (!mixed && tiles > 1 && c.tail() < c.tile_n && p.seqlen_k - (tiles - 1) * c.tile_n <= c.tail())
+    return schedule_of({1, tiles - 1}, true, tiles, heads_kv, batch);
   Gpu const gpu = gpu_of(device);
   int64_t const row_bytes = (p.head_dim + p.head_dim_v) * c.element_bytes() + c.head_dim * int(sizeof(float));
   int64_t const cached = gpu.l2_bytes / 2 / (int64_t(larger(1, p.seqlen_q)) * group * row_bytes);
@@ -58,7 +61,7 @@ TileSchedule key_tile_schedule(BackwardParams const& p, BackwardConfig const& c,
   int64_t const most = std::clamp<int64_t>(wanted, 1, heads), shares = (heads + most - 1) / most;  // alike
   TileOrder const order{int((heads + shares - 1) / shares),
                         shares == 1 ? tiles : tiles - short_key_tiles(p, c.tile_n, tiles)};
-  return schedule_of(order, p.window_right >= 0 || p.ordered, tiles, heads_kv, batch);
+  return schedule_of(order, mixed, tiles, heads_kv, batch);
 }
 
 /// What makes dQ of what a row writes.
