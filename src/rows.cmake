@@ -214,7 +214,7 @@ fmha_backward("89"      "f16;bf16" 256       32      64    8     16    2      ra
 fmha_backward("${TMA}"  "f16;bf16" 256       32      64   12     16    3      ranges   tma          true)
 #                  ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS STAGES
 fmha_query_product("${ALL}"  "f16;bf16"  32      256     32    8     4)
-fmha_query_product("${ALL}"  "f16;bf16"  64      256     32    8     4)
+fmha_query_product("${ALL}"  "f16;bf16"  64      128     32    4     4)
 fmha_query_product("${ALL}"  "f16;bf16"  96      256     32    8     4)
 fmha_query_product("${ALL}"  "f16;bf16" 128      256     32    8     4)
 fmha_query_product("${ALL}"  "f16;bf16" 256      128     32    8     4)
