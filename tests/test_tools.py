@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -215,7 +215,9 @@ def test_every_kernel_has_problems_for_the_sanitizer(monkeypatch: pytest.MonkeyP
     for arch in (89, 90, 120):
         monkeypatch.setenv("CUTLASS_FMHA_FORCE_ARCH", str(arch))
         rows = (*_C.rows(), *_C.backward_rows(), *_C.helpers())
-        assert set(small_problems.kernels()) == {row.name for row in rows if row.arch == arch}
+        found = small_problems.kernels()
+        assert set(found) == {row.name for row in rows if row.arch == arch}
+        assert all(isinstance(problems(), Iterator) for problems in found.values())
 
 
 def test_a_release_that_calls_otherwise_is_told(tmp_path: Path, printed: Callable[..., Any]):

@@ -124,7 +124,8 @@ def gradients(row: Any) -> Problems:
 
 def _gradients_of(dtype: torch.dtype) -> Problems:
     """What stands before and after the backward's rows that know most."""
-    rows = (row for row in _C.backward_rows() if row.arch == gpu.rows_arch() and row.scored)
+    of_arch = (row for row in _C.backward_rows() if row.arch == gpu.rows_arch())
+    rows = (row for row in of_arch if row.family != "query_product" and row.scored)
     return gradients(next(row for row in rows if gpu.torch_dtype(row) == dtype))
 
 
