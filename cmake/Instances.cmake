@@ -178,8 +178,7 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
   list(GET ARGN 2 WHOLE_DQ)
   if(ARGC GREATER 13 OR NOT GROUPS MATCHES "^[123]$" OR NOT FEATURES MATCHES "^(ranges|scores)$" OR
      NOT COPY MATCHES "^(cp_async_16|tma)$" OR
-     NOT "${WRITES_SCORES},${ROUNDED_PAIRS},${WHOLE_DQ}" MATCHES "^(true|false),(true|false),(true|false)$" OR
-     (WRITES_SCORES AND FEATURES STREQUAL "scores"))
+     NOT "${WRITES_SCORES},${ROUNDED_PAIRS},${WHOLE_DQ}" MATCHES "^(true|false),(true|false),(true|false)$")
     message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
   endif()
   set(DTYPE_f16 float16)

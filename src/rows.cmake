@@ -212,6 +212,11 @@ fmha_backward("89;120"  "f16;bf16" 128       64     128    8     64    1      ra
 fmha_backward("90"      "f16;bf16" 128       64     128   12     16    3      ranges   tma          true          true)
 fmha_backward("89"      "f16;bf16" 256       32      64    8     16    2      ranges   cp_async_16  true)
 fmha_backward("${TMA}"  "f16;bf16" 256       32      64   12     16    3      ranges   tma          true)
+fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     16    1      scores   cp_async_16  true)
+fmha_backward("${ALL}"  "f16;bf16"  64       64     256    8     16    1      scores   cp_async_16  true)
+fmha_backward("${ALL}"  "f16;bf16"  96       64     128    8     32    1      scores   cp_async_16  true)
+fmha_backward("${ALL}"  "f16;bf16" 128       64     128    8     32    1      scores   cp_async_16  true)
+fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    2      scores   cp_async_16  true)
 #                  ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS STAGES
 fmha_query_product("${ALL}"  "f16;bf16"  32      256     32    8     4)
 fmha_query_product("${ALL}"  "f16;bf16"  64      128     32    4     4)

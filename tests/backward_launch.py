@@ -98,7 +98,7 @@ def listed(row: _C.Row) -> list[Problem]:
 def fit(problem: Problem, row: _C.Row) -> Problem:
     """The problem as a row can take it: with an output that is a number in the row's dtype."""
     unknown = ("num_splits",) if row.scored else UNKNOWN["ranged"]
-    problem = without(problem, *unknown, "page_size", "indexed", "pack")
+    problem = without(problem, *unknown, *(["blocks"] if writes_scores(row) else []), "page_size", "indexed", "pack")
     problem = fit_head_dims(problem, row) if row.family == "backward_wide" else whole_vectors(problem)
     if problem.fill == "huge-values" and row.dtype == "float16":  # which dropout scales up
         problem = replace(problem, dropout=0.0)
@@ -168,7 +168,9 @@ class BackwardLaunch:
         said = self.said | {"row": self.row.name, "wanted": wanted, "deterministic": self.deterministic}
         if writes_scores(self.row):
             problem = describe(call[:3], call.causal, Features(**self.said)).problem
-            said["deterministic_workspace"] = self.heads_at_once * scores_of_a_head(self.row, problem)
+            of_bias = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * 4
+            of_heads = self.heads_at_once * scores_of_a_head(self.row, problem)
+            said["deterministic_workspace"] = max(of_heads, of_bias if "bias" in said else 0)
         self.room = Room()
         memory = [mock.patch.object(module, "torch", self.room) for module in (gradients, workspace)]
         given, said = moved((given, said), device or call.q.device)

@@ -215,7 +215,8 @@ NOTHING: tuple[dict[str, Any], ...] = (
 @pytest.fixture
 def two_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {"head_dim": 128, "tile_m": 64, "tile_n": 128, "min_blocks": 1}
-    kinds = {"plain": {}, "scored": {"scored": True}, "ds": {"writes_scores": True}}
+    scored, writes = {"scored": True}, {"writes_scores": True}
+    kinds = {"plain": {}, "scored": scored, "ds": writes, "scored_ds": scored | writes}
     put_in_place(monkeypatch, *({"name": name, **made, **kind} for name, kind in kinds.items()))
     monkeypatch.setattr(tables, "query_products", lambda: {(90, "float16", 128)})
 
@@ -233,7 +234,9 @@ def two_routes(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"causal": "bottom-right"}, 4 * (WHOLE // 2 + WHOLE // 16), "ds", 4),  # two tiles share a row
         ({"causal": "bottom-right", "features": ("prefix",)}, 4 * WHOLE, "ds", 4),
         ({"window": (128, 0), "features": ("window",)}, WHOLE, "ds", 8),
-        ({"features": ("softcap",)}, None, "scored", 0),
+        ({"features": ("softcap",)}, None, "scored_ds", 8),
+        ({"features": ("softcap",)}, WHOLE - 1, "scored", 0),
+        ({"features": ("softcap", "block_mask"), "block_mask": (64, 64)}, None, "scored", 0),
         ({"seqlen_q": 64, "seqlen_k": 64}, None, "scored", 0),  # a tile of keys awaits nobody
         *[(none, None, "ds", 1) for none in NOTHING],
         ({"batch": 0}, 0, "scored", 0),
@@ -318,7 +321,9 @@ def params(**changes: Any) -> _C.BackwardParams:
 
 def test_parameters_and_problems_that_a_row_does_not_take():
     rows = [x for x in _C.backward_rows() if x.family == "backward"]
-    first, scored = (next((x for x in rows if getattr(x, name)), None) for name in ("name", "scored"))
+    first = next(iter(rows), None)
+    knowing = [x for x in rows if x.scored]
+    scored, writer = (next((x for x in knowing if x.writes_scores == writes), None) for writes in (False, True))
     many = {"batch": 2**29, "num_heads": 4, "lse_batch_stride": 0, "lse_head_stride": 0}
     capped = {"bias": SOMEWHERE, "bias_type": "float32", "dbias": SOMEWHERE, "softcap": 1.0}
     lists = {"block_counts": SOMEWHERE, "block_indices": SOMEWHERE, "block_m": 16, "block_n": 48}
@@ -332,6 +337,8 @@ def test_parameters_and_problems_that_a_row_does_not_take():
         (first, many, r"batch \* num_heads must be below 2\^31"),
         (scored, capped, "has no dbias beside a softcap"),
         (scored, lists, "blocks of a mask that are multiples of 16 x 32, got 16 x 48"),
+        (writer, {"scores": SOMEWHERE, "scores_turn": 1, **lists}, "does not know block_counts"),
+        (writer, {"scores": SOMEWHERE, "scores_turn": 1, "ordered": True}, "does not know ordered"),
     ):
         if row is not None or row is first:  # a build without rows checks, too
             with pytest.raises(ValueError, match=sentence):

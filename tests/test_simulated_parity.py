@@ -39,6 +39,7 @@ GRADIENTS = (
     *("bwd_sm89_bf16_d32_m64n256w8_scored", "bwd_sm120_f16_d64_m64n128w8_scored"),
     *("bwd_sm90_bf16_d128_m64n128w8_tma_scored", "bwd_sm120_bf16_d256_m32n64w8_groups_scored"),
     *("bwd_sm89_f16_d64_m64n256w8_ds", "bwd_sm120_bf16_d96_m64n128w8_ds", "bwd_sm120_f16_d256_m32n64w12_groups_tma_ds"),
+    *("bwd_sm89_f16_d64_m64n256w8_scored_ds", "bwd_sm90_bf16_d128_m64n128w8_scored_ds"),
     *("bwd_sm90_bf16_d64_m64n192w12_groups_tma_ds", "bwd_sm90_bf16_d128_m64n128w12_groups_tma_ds"),
     *("widebwd_sm89_f32_d128_m64n64w8", "widebwd_sm90_f16_d512_m64n64w8"),
 )

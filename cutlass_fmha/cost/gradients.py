@@ -92,7 +92,8 @@ def product_us(row: Row, problem: Problem, device: Device, heads: int) -> float:
     idle = waves(row, problem, device, heads) * device.sm_count / max(1, blocks) if times > 1 else 1.0
     traffic = 2 * 2 * visible_scores(problem) / (figure(PARAMETERS.dram_tbytes, row, device) * 1e6)
     launches = 2 * times * PARAMETERS.launch_us
-    return _products_us(row, problem, device) * idle + PARAMETERS_OF_GRADIENTS.exposed * traffic + launches
+    slower = PARAMETERS_OF_GRADIENTS.scored if row.scored else 1.0
+    return _products_us(row, problem, device) * slower * idle + PARAMETERS_OF_GRADIENTS.exposed * traffic + launches
 
 
 def _products_us(row: Row, problem: Problem, device: Device) -> float:

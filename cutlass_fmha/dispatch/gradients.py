@@ -54,6 +54,8 @@ def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str |
 
 
 def _block_mask(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    if problem.block_mask is not None and writes_scores(row):
+        return "writes dS, of which it finds tiles by ranges and not by the lists of a block mask"
     return whole_blocks(problem, *BLOCK) if row.scored else None
 
 

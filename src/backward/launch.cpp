@@ -138,13 +138,14 @@ void check(Row const& row, BackwardParams const& p) {
                {"tail", p.tail != nullptr}});
   if (own != nullptr && !own->scored()) {
     refuse(row, {{"mask", p.mask != nullptr},
-                 {"block_counts", p.block_counts != nullptr},
                  {"bias", p.bias != nullptr},
                  {"softcap", p.softcap != 0.f},
                  {"alibi_slopes", p.alibi_slopes != nullptr},
-                 {"dropout_threshold", p.dropout_threshold != 0},
-                 {"ordered", p.ordered}});
+                 {"dropout_threshold", p.dropout_threshold != 0}});
   }
+  // Where dS of a tile stands, a range says.
+  if (own != nullptr && (!own->scored() || writes_scores))
+    refuse(row, {{"block_counts", p.block_counts != nullptr}, {"ordered", p.ordered}});
   require(!p.block_counts || (p.block_m % kListedQueries == 0 && p.block_n % kListedKeys == 0), [&] {
     return std::string(row.name) + " takes blocks of a mask that are multiples of " + std::to_string(kListedQueries) +
            " x " + std::to_string(kListedKeys) + ", got " + std::to_string(p.block_m) + " x " +
