@@ -24,7 +24,7 @@ ROWS = (
     *("fwd_sm90_bf16_d64_m64n64w4_tma", "fwd_sm90_f16_d128_m256n64w8_tma"),  # the copy unit
     "fwd_sm120_f16_d64_m256n64w8",
     *("fwd_sm120_bf16_d64_m64n64w4_tma", "fwd_sm120_f16_d128_m256n64w8_tma"),
-    "fwd_sm120_f16_d128_m256n64w8_tma_ranged",  # ranges and pages, with turns
+    *("fwd_sm90_f16_d128_m256n64w8_tma_ranged", "fwd_sm120_f16_d128_m256n64w8_ranged"),  # ranges and pages, with turns
     "fwd_sm120_bf16_d64_m256n64w8_tma_score_mod",
     *("fwd_sm89_f16_d64_m256n64w8_masked", "fwd_sm90_bf16_d128_m256n32w8_tma_masked"),
     *("fwd_sm120_bf16_d64_m32n32w8k8_pdl", "fwd_sm120_f16_d64_m32n64w4k4_tma_pdl"),  # launches that overlap

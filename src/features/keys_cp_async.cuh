@@ -21,6 +21,10 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   static_assert(KLoader::kRowsPerPass == VLoader::kRowsPerPass && KLoader::P::kWidth == VLoader::P::kWidth,
                 "a thread has the same chunk of K and V");
 
+  /// Whether a thread keeps where its next chunk comes from, and goes to: sm_120's compiler spills that beside the
+  /// largest O. (Tiles of score mods are in an order of their own.)
+  static constexpr bool kKeepsSource = C.arch != 120 || is_roomy(C) || C.modifies_scores();
+
   uint32_t const destination;      ///< of this thread's chunk in a tile
   Word const* in_order = nullptr;  ///< its chunk of the next tile to bring, of V or of K, where keys are in order
 
@@ -40,7 +44,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   CUTE_DEVICE void start() {
     int const thread = thread_id();
     Strides const& stride = second_group() ? p.k_stride : p.v_stride;
-    in_order = first_row(thread) + (key_begin(0) + first_key(thread)) * stride.seqlen;
+    if constexpr (kKeepsSource) in_order = source_in_order(stride, 0, thread);
     CUTE_UNROLL
     for (int tile = 0; tile < C.stages; ++tile) {
       refill_k<true>(tile);
@@ -66,14 +70,15 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
                           int tile) {
     if (tile >= blocks) return;
     pipe.producer_acquire(tile);
-    char* const to = smem + ring + pipe.stage(tile) * tile_bytes + destination;
+    uint32_t const chunk = kKeepsSource ? destination : KLoader::first_chunk(thread_id() % kHalfThreads);
+    char* const to = smem + ring + pipe.stage(tile) * tile_bytes + chunk;
     constexpr int kDimensions = cute::is_same_v<Loader, KLoader> ? C.head_dim : C.head_dim_v();
     if (!First && p.keys_stand == KeysStand::in_order && head_dim == kDimensions) {
-      Loader::template load_whole<Order>(to, in_order, stride.seqlen);
+      Loader::template load_whole<Order>(to, next_in_order(stride, tile), stride.seqlen);
     } else {
       bring_anyhow<Loader, First>(to, stride, head_dim, tile);
     }
-    in_order -= step_after(tile) * C.tile_n * stride.seqlen;
+    if constexpr (kKeepsSource) in_order -= step_after(tile) * C.tile_n * stride.seqlen;
     pipe.producer_commit_cp_async(tile);
   }
 
@@ -91,7 +96,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
     bool const is_in_order = p.keys_stand == KeysStand::in_order;
     bool const whole = !First || tile > 0 || key_begin(0) + C.tile_n <= place().sequence.keys;
     if ((is_in_order && whole) || (!First && p.keys_stand == KeysStand::whole_pages)) {
-      Word const* const from = is_in_order ? in_order : source_in_page(stride, tile, thread);
+      Word const* const from = is_in_order ? next_in_order(stride, tile) : source_in_page(stride, tile, thread);
       Loader::template load_dimensions<Order>(to, from, stride.seqlen, dimensions);
     } else {
       bring_rows<Loader, First>(to, stride, dimensions, tile, thread);
@@ -101,6 +106,13 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
     }
   }
 
+  CUTE_DEVICE Word const* next_in_order(Strides const& stride, int tile) const {
+    return kKeepsSource ? in_order : source_in_order(stride, tile, thread_id());
+  }
+  /// Its chunk of its first row in a tile.
+  CUTE_DEVICE Word const* source_in_order(Strides const& stride, int tile, int thread) const {
+    return first_row(thread) + (key_begin(tile) + first_key(thread)) * stride.seqlen;
+  }
   /// Read anew: copies that ask are rare.
   CUTE_DEVICE int key_begin(int tile) const { return Shared::phases(smem, warp).last_begin - tile * C.tile_n; }
   /// Where a thread's tile lies in one page, its chunk of its first row there.
