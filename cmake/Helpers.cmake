@@ -26,6 +26,7 @@ set(FMHA_BLOCK_rope_backward 128 4)        # qk_norm_rope.BLOCKS_OF_SM
 set(FMHA_BLOCK_120_rope_backward 128 3)    # it spills with less
 set(FMHA_BLOCK_rms_norm 512 2)             # RmsNormParams::kMaxThreads
 set(FMHA_BLOCK_rms_norm_backward 512 1)    # RmsNormBackwardParams::kThreads
+set(FMHA_BLOCK_backward_lists 128 8)       # without it sm_80's and sm_120's spill a register or two
 set(FMHA_BLOCK_gated 256)
 set(FMHA_BLOCK_gated_backward 256)
 # Vectors of 16 bytes that a thread of such kernels asks for ahead, in dynamic shared memory (beside/rows.cuh): those of
@@ -34,7 +35,6 @@ set(FMHA_AHEAD_rms_norm_backward 10)
 set(FMHA_AHEAD_90_rms_norm_backward 12)
 # Kernels that wait by themselves for what is ahead in their stream (core/dependents.cuh), from sm_90 on.
 set(FMHA_DEPENDENT combine rope rope_backward rope_weights rms_norm rms_norm_backward rms_norm_weights gated gated_backward)
-set(FMHA_BLOCK_OF_80_backward_lists 128 8)  # in a build for sm_80, which otherwise spills a register of it
 set(FMHA_ELEMENT_f16 "__half float16")
 set(FMHA_ELEMENT_bf16 "__nv_bfloat16 bfloat16")
 set(FMHA_ELEMENT_f32 "float float32")
@@ -57,8 +57,6 @@ function(fmha_write_helper_unit arch)
       set(bounds ${FMHA_BLOCK_${arch}_${kind}})
     elseif(FMHA_BLOCK_${kind})
       set(bounds ${FMHA_BLOCK_${kind}})
-    elseif(arch EQUAL 89 AND 80 IN_LIST FMHA_TARGETS_89 AND FMHA_BLOCK_OF_80_${kind})
-      set(bounds ${FMHA_BLOCK_OF_80_${kind}})
     endif()
     list(GET bounds 0 block)
     list(JOIN bounds ", " bounds)

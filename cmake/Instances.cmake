@@ -170,15 +170,22 @@ function(fmha_add_features FEATURES SUFFIX
 endfunction()
 
 # Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields; the last
-# three, WRITES_SCORES, ROUNDED_PAIRS and WHOLE_DQ, may be left out where they are false.
+# four, WRITES_SCORES, ROUNDED_PAIRS, WHOLE_DQ and TAIL, may be left out where they are false, or 0.
 function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY)
-  list(APPEND ARGN false false false)
+  set(defaults false false false 0)
+  math(EXPR given "${ARGC} - 10")
+  if(given LESS 4)
+    list(SUBLIST defaults ${given} -1 rest)
+    list(APPEND ARGN ${rest})
+  endif()
   list(GET ARGN 0 WRITES_SCORES)
   list(GET ARGN 1 ROUNDED_PAIRS)
   list(GET ARGN 2 WHOLE_DQ)
-  if(ARGC GREATER 13 OR NOT GROUPS MATCHES "^[123]$" OR NOT FEATURES MATCHES "^(ranges|scores)$" OR
+  list(GET ARGN 3 TAIL)
+  if(given GREATER 4 OR NOT GROUPS MATCHES "^[123]$" OR NOT FEATURES MATCHES "^(ranges|scores)$" OR
      NOT COPY MATCHES "^(cp_async_16|tma)$" OR
-     NOT "${WRITES_SCORES},${ROUNDED_PAIRS},${WHOLE_DQ}" MATCHES "^(true|false),(true|false),(true|false)$")
+     NOT "${WRITES_SCORES},${ROUNDED_PAIRS},${WHOLE_DQ},${TAIL}" MATCHES
+     "^(true|false),(true|false),(true|false),[0-9]+$")
     message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
   endif()
   set(DTYPE_f16 float16)
@@ -207,7 +214,7 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
           ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1},"
           "{.chunk = ${CHUNK}, .groups = ${GROUPS}, .features = cutlass_fmha::Features::${FEATURES},"
           ".copy = cutlass_fmha::Copy::${COPY}, .writes_scores = ${WRITES_SCORES},"
-          ".rounded_pairs = ${ROUNDED_PAIRS}, .whole_dq = ${WHOLE_DQ}}}")
+          ".rounded_pairs = ${ROUNDED_PAIRS}, .whole_dq = ${WHOLE_DQ}, .tail = ${TAIL}}}")
       list(JOIN config " " config)
       fmha_add_row(backward ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_backward" "${name}" "${config}")
     endforeach()
@@ -216,8 +223,8 @@ endfunction()
 
 # Adds the rows of one manifest line that make dQ of what rows with WRITES_SCORES wrote: the columns are
 # QueryProductConfig's fields.
-function(fmha_query_product ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS STAGES)
-  if(ARGC GREATER 7)
+function(fmha_query_product ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS)
+  if(ARGC GREATER 8)
     message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
   endif()
   set(DTYPE_f16 float16)
@@ -230,8 +237,8 @@ function(fmha_query_product ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS STAGES)
       set(name "bwd_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE_M}n${TILE_N}w${WARPS}_dq${FMHA_NAME_SUFFIX}")
       set(config
           "cutlass_fmha::QueryProductConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}},"
-          ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1},"
-          "${STAGES}}")
+          ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS},"
+          ".min_blocks = ${MIN_BLOCKS}}, ${STAGES}}")
       list(JOIN config " " config)
       fmha_add_row(query_product ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_query_product" "${name}" "${config}")
     endforeach()

@@ -176,11 +176,11 @@ fmha_wide_scored("${ALL}"  "f16;bf16" 512       64  8     1          m16n8k16)
 
 # Gradients of Q, K and V: TILE_N keys per thread block, TILE_M queries per step, CHUNK of them at a time, by so many
 # GROUPS of warps. Where ptxas would spill in one architecture, it has another tile there.
-#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY         WRITES_SCORES ROUNDED_PAIRS WHOLE_DQ
+#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY         WRITES_SCORES ROUNDED_PAIRS WHOLE_DQ TAIL
 fmha_backward("89"      "f16;bf16"  32       64     256    8     32    1      ranges   cp_async_16)
 fmha_backward("${TMA}"  "f16;bf16"  32       64     256    8     32    1      ranges   tma)
 fmha_backward("89"      "f16;bf16"  64       64     256    8     16    1      ranges   cp_async_16)
-fmha_backward("90"      "f16;bf16"  64       64     192   12     32    3      ranges   tma          false         true          true)
+fmha_backward("90"      "f16;bf16"  64       64     192   12     32    3      ranges   tma          false         true          true     64)
 fmha_backward("120"     "f16;bf16"  64       64     256    8     16    1      ranges   tma)
 fmha_backward("89"      "f16;bf16"  96       64     128    8     64    1      ranges   cp_async_16)
 fmha_backward("90"      "f16;bf16"  96       64     128   12     32    3      ranges   tma          false         true          true)
@@ -202,10 +202,10 @@ fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    2      sc
 
 # The same with dS written to memory, for gradients that have the same bits each time; and dQ of it: TILE_M queries per
 # thread block, TILE_N keys per step, STAGES of them.
-#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY         WRITES_SCORES ROUNDED_PAIRS
+#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY         WRITES_SCORES ROUNDED_PAIRS WHOLE_DQ TAIL
 fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     32    1      ranges   cp_async_16  true)
 fmha_backward("89;120"  "f16;bf16"  64       64     256    8     16    1      ranges   cp_async_16  true)
-fmha_backward("90"      "f16;bf16"  64       64     192   12     32    3      ranges   tma          true          true)
+fmha_backward("90"      "f16;bf16"  64       64     192   12     32    3      ranges   tma          true          true          false    64)
 fmha_backward("89;120"  "f16;bf16"  96       64     128    8     64    1      ranges   cp_async_16  true)
 fmha_backward("90"      "f16;bf16"  96       64     128   12     32    3      ranges   tma          true          true)
 fmha_backward("89;120"  "f16;bf16" 128       64     128    8     64    1      ranges   cp_async_16  true)
@@ -217,12 +217,13 @@ fmha_backward("${ALL}"  "f16;bf16"  64       64     256    8     16    1      sc
 fmha_backward("${ALL}"  "f16;bf16"  96       64     128    8     32    1      scores   cp_async_16  true)
 fmha_backward("${ALL}"  "f16;bf16" 128       64     128    8     32    1      scores   cp_async_16  true)
 fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    2      scores   cp_async_16  true)
-#                  ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS STAGES
-fmha_query_product("${ALL}"  "f16;bf16"  32      256     32    8     4)
-fmha_query_product("${ALL}"  "f16;bf16"  64      128     32    4     4)
-fmha_query_product("${ALL}"  "f16;bf16"  96      256     32    8     4)
-fmha_query_product("${ALL}"  "f16;bf16" 128      256     32    8     4)
-fmha_query_product("${ALL}"  "f16;bf16" 256      128     32    8     4)
+#                  ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS
+fmha_query_product("${ALL}"  "f16;bf16"  32      256     32    8     4      1)
+fmha_query_product("89;120"  "f16;bf16"  64      128     32    4     4      1)
+fmha_query_product("90"      "f16;bf16"  64      128     32    4     4      3)
+fmha_query_product("${ALL}"  "f16;bf16"  96      256     32    8     4      1)
+fmha_query_product("${ALL}"  "f16;bf16" 128      256     32    8     4      1)
+fmha_query_product("${ALL}"  "f16;bf16" 256      128     32    8     4      1)
 
 # Gradients of float32, and of head dims above 256: a thread block owns TILE rows of one of them. On all architectures
 # float32 is multiplied on tensor cores. See src/backward_wide/config.h.

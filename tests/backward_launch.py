@@ -98,7 +98,7 @@ def listed(row: _C.Row) -> list[Problem]:
 def fit(problem: Problem, row: _C.Row) -> Problem:
     """The problem as a row can take it: with an output that is a number in the row's dtype."""
     unknown = ("num_splits",) if row.scored else UNKNOWN["ranged"]
-    problem = without(problem, *unknown, *(["blocks"] if writes_scores(row) else []), "page_size", "indexed", "pack")
+    problem = without(problem, *unknown, "page_size", "indexed", "pack")
     problem = fit_head_dims(problem, row) if row.family == "backward_wide" else whole_vectors(problem)
     if problem.fill == "huge-values" and row.dtype == "float16":  # which dropout scales up
         problem = replace(problem, dropout=0.0)

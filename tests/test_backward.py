@@ -236,7 +236,9 @@ def two_routes(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"window": (128, 0), "features": ("window",)}, WHOLE, "ds", 8),
         ({"features": ("softcap",)}, None, "scored_ds", 8),
         ({"features": ("softcap",)}, WHOLE - 1, "scored", 0),
-        ({"features": ("softcap", "block_mask"), "block_mask": (64, 64)}, None, "scored", 0),
+        ({"features": ("softcap", "block_mask"), "block_mask": (64, 64)}, None, "scored_ds", 8),
+        # Lists may name what a diagonal hides.
+        ({"causal": "bottom-right", "features": ("block_mask",), "block_mask": (64, 64)}, 4 * WHOLE, "scored_ds", 4),
         ({"seqlen_q": 64, "seqlen_k": 64}, None, "scored", 0),  # a tile of keys awaits nobody
         *[(none, None, "ds", 1) for none in NOTHING],
         ({"batch": 0}, 0, "scored", 0),
@@ -337,7 +339,6 @@ def test_parameters_and_problems_that_a_row_does_not_take():
         (first, many, r"batch \* num_heads must be below 2\^31"),
         (scored, capped, "has no dbias beside a softcap"),
         (scored, lists, "blocks of a mask that are multiples of 16 x 32, got 16 x 48"),
-        (writer, {"scores": SOMEWHERE, "scores_turn": 1, **lists}, "does not know block_counts"),
         (writer, {"scores": SOMEWHERE, "scores_turn": 1, "ordered": True}, "does not know ordered"),
     ):
         if row is not None or row is first:  # a build without rows checks, too

@@ -38,7 +38,7 @@ JUDGED = ("HMMA", "FFMA", "LDGSTS", "UTMALDG", "UTMASTG", "LDL", "STL", "BPT")
 REGISTERS_PER_SM, WARPS_PER_SM = 64 * 1024, 48
 #: What sm_89 and sm_120 have (CUDA Programming Guide, technical specifications), and so every row stays within.
 SHARED_PER_BLOCK, SHARED_PER_SM = 99 * 1024, 100 * 1024
-#: What sm_90 has: an SM for its own scored rows and FEW_QUERIES, a block for wide rows too.
+#: What sm_90 has: an SM for its own scored rows, dQ of dS and FEW_QUERIES, a block for wide rows too.
 SHARED_PER_BLOCK_90, SHARED_PER_SM_90 = 227 * 1024, 228 * 1024
 #: A line for all architectures with launch bounds that suit sm_90: elsewhere one of its blocks fits, and has
 #: fewer registers than it could.
@@ -90,8 +90,8 @@ def shared_memory(kernel: Kernel, row: Any) -> tuple[int, int]:
     """Bytes that a block and an SM have for the row."""
     if kernel.arch == 90 and (row.family == "wide" or THREE_GROUPS in row.name):
         return SHARED_PER_BLOCK_90, SHARED_PER_SM_90
-    with_features = row.name.endswith(("_ranged", "_score_mod", "_masked", "_scored"))
-    if with_features and (kernel.arch == 90 or row.name.endswith(FEW_QUERIES)):
+    own_line = row.name.endswith(("_ranged", "_score_mod", "_masked", "_scored", "_dq"))
+    if own_line and (kernel.arch == 90 or row.name.endswith(FEW_QUERIES)):
         return SHARED_PER_BLOCK, SHARED_PER_SM_90
     return SHARED_PER_BLOCK, SHARED_PER_SM
 

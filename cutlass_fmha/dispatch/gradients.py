@@ -54,8 +54,6 @@ def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str |
 
 
 def _block_mask(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
-    if problem.block_mask is not None and writes_scores(row):
-        return "writes dS, of which it finds tiles by ranges and not by the lists of a block mask"
     return whole_blocks(problem, *BLOCK) if row.scored else None
 
 
@@ -114,6 +112,8 @@ def scores_of_a_head(row: Row, problem: Problem) -> int:
     p.window_right = right if problem.causal == "none" else 0
     if "prefix" in problem.features:
         p.prefix_lengths = 4  # there is one: nothing reads it
+    if problem.block_mask is not None:
+        p.block_m = problem.block_mask[0]
     return _C.BackwardParams(p).scores_bytes(row.tile_m, row.tile_n)
 
 

@@ -15,6 +15,8 @@ struct BackwardOptions {
   bool writes_scores = false;            ///< dS goes to memory, of which a row of QueryProductConfig makes dQ
   bool rounded_pairs = false;            ///< of bfloat16, dS is a product of rounded pairs: P and dP - D
   bool whole_dq = false;                 ///< of three groups, dQ is made of whole tiles of dS, of which two have room
+  int tail = 0;                          ///< a sequence's last keys, if no more than these, have a walk of their own
+                                         ///< in the kernel: a third of a tile takes less than half of its time there
 };
 
 struct BackwardConfig : TileConfig, BackwardOptions {
@@ -34,13 +36,11 @@ struct BackwardConfig : TileConfig, BackwardOptions {
     return groups > 1 && keys_per_warp() == 16 && whole_panels && !scored() ? 2 : 1;
   }
 
-  /// A sequence's last keys, if they are no more than these, have a walk of their own in the kernel: a third of a tile
-  /// takes less than half of its time there.
-  constexpr int tail() const { return groups == 3 && tile_n == 192 ? 64 : tile_n; }
+  /// Of the walk of the tail.
   constexpr BackwardConfig of_tail() const {
-    BackwardConfig tail_config = *this;
-    tail_config.tile_n = tail();
-    return tail_config;
+    BackwardConfig found = *this;
+    found.tile_n = tail, found.tail = 0;
+    return found;
   }
 
   /// Queries that dQ is made of at once.

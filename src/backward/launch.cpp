@@ -51,7 +51,7 @@ TileSchedule key_tile_schedule(BackwardParams const& p, BackwardConfig const& c,
   int const tiles = ceil_div(p.seqlen_k, c.tile_n), group = p.num_heads / p.num_heads_kv;
   int const heads = heads_kv * batch;
   bool const mixed = p.window_right >= 0 || p.ordered;
-  if (!mixed && tiles > 1 && c.tail() < c.tile_n && p.seqlen_k - (tiles - 1) * c.tile_n <= c.tail())
+  if (!mixed && tiles > 1 && p.seqlen_k - (tiles - 1) * c.tile_n <= c.tail)
     return schedule_of({1, tiles - 1}, true, tiles, heads_kv, batch);
   Gpu const gpu = gpu_of(device);
   int64_t const row_bytes = (p.head_dim + p.head_dim_v) * c.element_bytes() + c.head_dim * int(sizeof(float));
@@ -141,11 +141,10 @@ void check(Row const& row, BackwardParams const& p) {
                  {"bias", p.bias != nullptr},
                  {"softcap", p.softcap != 0.f},
                  {"alibi_slopes", p.alibi_slopes != nullptr},
-                 {"dropout_threshold", p.dropout_threshold != 0}});
+                 {"dropout_threshold", p.dropout_threshold != 0},
+                 {"block_counts", p.block_counts != nullptr}});
   }
-  // Where dS of a tile stands, a range says.
-  if (own != nullptr && (!own->scored() || writes_scores))
-    refuse(row, {{"block_counts", p.block_counts != nullptr}, {"ordered", p.ordered}});
+  if (own != nullptr && (!own->scored() || writes_scores)) refuse(row, {{"ordered", p.ordered}});
   require(!p.block_counts || (p.block_m % kListedQueries == 0 && p.block_n % kListedKeys == 0), [&] {
     return std::string(row.name) + " takes blocks of a mask that are multiples of " + std::to_string(kListedQueries) +
            " x " + std::to_string(kListedKeys) + ", got " + std::to_string(p.block_m) + " x " +
@@ -190,7 +189,10 @@ void launch(Row const& row, BackwardParams const& params, int device, cudaStream
   if (p.block_counts != nullptr) {
     p.listed = reinterpret_cast<ListedTile*>(end);
     p.listed_tiles = reinterpret_cast<int*>(p.listed + listing * listed_room(p, c.tile_m));
-    end = reinterpret_cast<float*>(p.listed_tiles + listing);
+    int* const steps = p.listed_tiles + listing;
+    p.listed_steps = c.writes_scores ? steps : nullptr;
+    end =
+        reinterpret_cast<float*>(steps + (c.writes_scores ? listed_steps_of(p, p.batch, 0, 0, c.tile_m, c.tile_n) : 0));
   }
   p.sink_sums = end;
   find_score_terms(p);

@@ -55,6 +55,8 @@ struct BackwardParams : AttentionParams {
   ListedTile* listed;  ///< [batch, num_heads_kv, key tiles, listed_room()]; null without lists
   int* listed_tiles;   ///< [batch, num_heads_kv, key tiles]: how many
   int tile_n;          ///< of the row
+  int* listed_steps;   ///< [batch, num_heads, query tiles, key tiles]: in which step of the keys' walk dS of both is
+                       ///< written; -1: in none. Null where dS isn't written
   // Where dS is written: of `scores_turn` heads of keys at a time, with all their query heads, scores_bytes() each.
   // Heads of keys are numbered through all batch entries.
   uint16_t* scores;  ///< 16-byte aligned; what stands there means nothing
@@ -101,21 +103,29 @@ FMHA_HOST_DEVICE inline int64_t listing_tile(FeatureParams const& p, int batch, 
 /// How many these are.
 inline int64_t listing_tiles(FeatureParams const& p, int tile_n) { return listing_tile(p, p.batch, 0, 0, tile_n); }
 
+/// Where the steps of a tile of queries begin, of a row with such tiles.
+FMHA_HOST_DEVICE inline int64_t listed_steps_of(FeatureParams const& p, int batch, int head, int tile, int tile_m,
+                                                int tile_n) {
+  return ((int64_t(batch) * p.num_heads + head) * ceil_div(p.seqlen_q, tile_m) + tile) * ceil_div(p.seqlen_k, tile_n);
+}
+
 /// Of a row with such tiles; row_dim: of its sums of dQ, 0 where it has none. There are block lists where there is
 /// block_m.
 inline int64_t workspace_floats(BackwardParams const& p, int tile_m, int tile_n, int row_dim) {
-  int64_t const listed =
-      p.block_m == 0 || p.num_heads == 0
-          ? 0
-          : listing_tiles(p, tile_n) * (listed_room(p, tile_m) * int64_t(sizeof(ListedTile) / 4) + 1);
+  int64_t listed = 0;
+  if (p.block_m > 0 && p.num_heads > 0) {
+    listed = listing_tiles(p, tile_n) * (listed_room(p, tile_m) * int64_t(sizeof(ListedTile) / 4) + 1);
+    if (row_dim == 0) listed += listed_steps_of(p, p.batch, 0, 0, tile_m, tile_n);
+  }
   return p.num_heads * workspace_tiles(p, tile_m) *
              (tile_m * (row_dim + kTermsOfQuery) + (p.ordered ? kTurns : 0) + (p.dsinks != nullptr ? 1 : 0)) +
          listed;
 }
 
 // dS stands in tiles of tile_n keys and tile_m queries. Those of a tile of keys follow each other as its block walks
-// them: only what is walked is written. Under a diagonal, the first keys are seen by many queries and the last by few:
-// the tiles of keys n and tiles - 1 - n share a row of memory, one from its left, the other from its right.
+// them: only what is walked is written. Lists may name any. Under a diagonal, the first keys are seen by many queries
+// and the last by few: the tiles of keys n and tiles - 1 - n share a row of memory, one from its left, the other from
+// its right.
 struct ScoresLayout {
   int64_t rows, width;  ///< of a head of keys; of a row, in tiles
 };
@@ -126,7 +136,7 @@ inline ScoresLayout scores_layout(BackwardParams const& p, int tile_m, int tile_
   int64_t const tiles = ceil_div(p.seqlen_k, tile_n), all = ceil_div(p.seqlen_q, tile_m);
   auto const walked = [&](int64_t tile) -> int64_t {
     int64_t queries = p.seqlen_q;
-    if (p.prefix_lengths == nullptr && p.window_right >= 0) {
+    if (p.prefix_lengths == nullptr && p.window_right >= 0 && p.block_m == 0) {
       // Those from the first key's diagonal on, which ends where the keys or the queries do.
       queries = (p.bottom_right ? p.seqlen_k : p.seqlen_q) - tile * tile_n + p.window_right;
       if (p.window_left >= 0) queries = std::min<int64_t>(queries, int64_t(p.window_left) + p.window_right + tile_n);

@@ -1,4 +1,5 @@
-// dQ where dS was written to memory: dQ = scale dS K, a product over all keys that some of a block's queries see.
+// dQ where dS was written to memory: dQ = scale dS K, a product over all keys that some of a block's queries see, or
+// that lists name with them.
 //
 // Both operands come through a ring of steps in shared memory. What dS isn't written of, because nobody there sees the
 // keys, is zeros.
@@ -66,16 +67,14 @@ struct ScoresLoader {
   }
 
   /// Of the tile.n keys from `begin` on, which no tile of dS ends within.
+  template <bool Listed>
   CUTE_DEVICE void load(char* to, int begin) {
     int const tile = begin / p.scores_tile_n;
     if (tile != key_tile) {
       key_tile = tile;
-      int const first = tile * p.scores_tile_n, last = smaller(first + p.scores_tile_n, s.keys) - 1;
-      QueryWalk const walk = query_walk(visible_queries(p, s, first), visible_queries(p, s, last), p.tile_m);
-      bool const written = query_tile >= walk.first && query_tile < walk.first + walk.tiles;
-      int const steps = walk.tiles * (p.num_heads / p.num_heads_kv);
-      int64_t const number = first_scores_tile(p, head_kv, tile, steps) + head * walk.tiles + query_tile - walk.first;
-      there = written ? p.scores + number * (p.tile_m * p.scores_tile_n) + offset : nullptr;
+      Written const found = Listed ? written_by_lists(tile) : written(tile);
+      int64_t const number = first_scores_tile(p, head_kv, tile, found.steps) + found.step;
+      there = found.step < 0 ? nullptr : p.scores + number * (p.tile_m * p.scores_tile_n) + offset;
     }
     int const eights = (begin - tile * p.scores_tile_n) / 8;
     CUTE_UNROLL
@@ -86,10 +85,62 @@ struct ScoresLoader {
           *reinterpret_cast<cute::uint128_t*>(to + (eight * kEights * 8 + threadIdx.x) * 16), there != nullptr);
     }
   }
+
+ private:
+  /// In which step of a walk dS was written, -1: in none; and how many steps that has.
+  struct Written {
+    int step, steps;
+  };
+  CUTE_DEVICE Written written(int tile) const {
+    int const first = tile * p.scores_tile_n, last = smaller(first + p.scores_tile_n, s.keys) - 1;
+    QueryWalk const walk = query_walk(visible_queries(p, s, first), visible_queries(p, s, last), p.tile_m);
+    bool const found = query_tile >= walk.first && query_tile < walk.first + walk.tiles;
+    return {found ? head * walk.tiles + query_tile - walk.first : -1, walk.tiles * (p.num_heads / p.num_heads_kv)};
+  }
+  CUTE_DEVICE Written written_by_lists(int tile) const {
+    if (query_tile * p.tile_m >= s.queries) return {-1, 0};
+    int const of_keys = p.scores_first + head_kv - s.batch * p.num_heads_kv;
+    int const of_queries = of_keys * (p.num_heads / p.num_heads_kv) + head;
+    return {p.listed_steps[listed_steps_of(p, s.batch, of_queries, query_tile, p.tile_m, p.tile_n) + tile],
+            p.listed_tiles[listing_tile(p, s.batch, of_keys, tile, p.tile_n)]};
+  }
 };
 
-template <QueryProductConfig C>
-CUTE_DEVICE void query_product(BackwardParams const& p) {
+/// What lists name of the keys of a block's queries, `begin` .. `last` of a head.
+struct NamedByLists {
+  BackwardParams const& p;
+  Sequence const& s;
+  int head, begin, last;
+
+  /// Whether dS of a tile of keys was written, of some of the queries.
+  CUTE_DEVICE bool has(int key_tile) const {
+    int const first = begin / p.tile_m, tiles = last / p.tile_m - first + 1;
+    int const* const steps = p.listed_steps + listed_steps_of(p, s.batch, head, first, p.tile_m, p.tile_n) + key_tile;
+    for (int i = 0; i < tiles; ++i) {
+      if (steps[int64_t(i) * p.scores_tiles] >= 0) return true;
+    }
+    return false;
+  }
+  /// Steps of `step` keys from `key` to `end`.
+  CUTE_DEVICE int count(int key, int end, int step) const {
+    int found = 0;
+    while (key < end) {
+      int const tile = key / p.scores_tile_n, next = smaller((tile + 1) * p.scores_tile_n, end);
+      if (has(tile)) found += (next - key) / step;
+      key = next;
+    }
+    return found;
+  }
+  /// Where the first one begins from `key` on; there is one.
+  CUTE_DEVICE int first_from(int key) const {
+    while (!has(key / p.scores_tile_n)) key = (key / p.scores_tile_n + 1) * p.scores_tile_n;
+    return key;
+  }
+};
+
+/// With block lists or without: what one of them asks in each step takes registers from the other.
+template <QueryProductConfig C, bool Listed>
+CUTE_DEVICE void query_product_of(BackwardParams const& p) {
   using namespace cute;
   using T = QueryProductTypes<C>;
   using L = QueryProductLayout<C>;
@@ -105,9 +156,14 @@ CUTE_DEVICE void query_product(BackwardParams const& p) {
   int const head_kv = p.scores_first + of_turn - batch * p.num_heads_kv;
   Sequence const s = sequence_at(p, batch);
   if (begin >= s.rows_q) return;
-  KeyWalk walk;
   int const last = smaller(begin + C.tile_m, s.queries) - 1;
-  if (last >= begin && s.keys > 0) walk = range_walk(p, s, begin, last, C.tile_n);
+  NamedByLists const named{p, s, head_kv * group + head, begin, last};
+  int steps = 0, next = 0;  // of keys; and where the next one that comes begins
+  if (last >= begin && s.keys > 0) {
+    KeyWalk const walk = range_walk(p, s, begin, last, C.tile_n);
+    steps = walk.tiles, next = walk.first * C.tile_n;
+    if constexpr (Listed) steps = named.count(next, next + steps * C.tile_n, C.tile_n);
+  }
 
   TilePipeline<C.stages> const pipe{cast_smem_ptr_to_uint(smem + L::kBarriers)};
   if (threadIdx.x == 0) pipe.init(C.threads(), C.threads());
@@ -116,10 +172,13 @@ CUTE_DEVICE void query_product(BackwardParams const& p) {
   auto const* const keys = static_cast<uint16_t const*>(p.k) + s.entry_k * p.k_stride.batch +
                            head_kv * p.k_stride.head + int64_t(s.first_k) * p.k_stride.seqlen;
   auto const load = [&](int step) FMHA_INLINE {
+    if (step >= steps) return;
+    if constexpr (Listed) next = named.first_from(next);
+    int const first = next;
+    next += C.tile_n;
     pipe.producer_acquire(step);
     char* const to = smem + pipe.stage(step) * L::kStep;
-    int const first = (walk.first + step) * C.tile_n;
-    scores.load(to, first);
+    scores.template load<Listed>(to, first);
     KeyLoader::load(to + L::kScoresStep, keys, p.head_dim, true, [&](int row) {
       return first + row < s.keys ? keys + int64_t(first + row) * p.k_stride.seqlen : nullptr;
     });
@@ -132,10 +191,10 @@ CUTE_DEVICE void query_product(BackwardParams const& p) {
   uint32_t const of_keys = KTile::lane_offset(MatrixLane::rows_first(lane));
   typename T::Gradient dq;
   clear(dq);
-  for (int step = 0; step < C.stages - 1 && step < walk.tiles; ++step) load(step);
+  for (int step = 0; step < C.stages - 1; ++step) load(step);
   CUTE_NO_UNROLL
-  for (int step = 0; step < walk.tiles; ++step) {
-    if (step + C.stages - 1 < walk.tiles) load(step + C.stages - 1);
+  for (int step = 0; step < steps; ++step) {
+    load(step + C.stages - 1);
     pipe.consumer_wait(step);
     uint32_t const tile = pipe.stage(step) * L::kStep;
     add_product<T, C.tile_n / 16, C.columns() / 16>(
@@ -166,6 +225,11 @@ CUTE_DEVICE void query_product(BackwardParams const& p) {
       *reinterpret_cast<uint32_t*>(at + 8 * n) = query < s.queries ? found : 0;
     }
   }
+}
+
+template <QueryProductConfig C>
+CUTE_DEVICE void query_product(BackwardParams const& p) {
+  p.listed == nullptr ? query_product_of<C, false>(p) : query_product_of<C, true>(p);
 }
 
 }  // namespace cutlass_fmha

@@ -110,7 +110,7 @@ __device__ void backward_lists(BackwardParams const& p) {
   Sequence const s = sequence_at(p, batch);
   if (key_begin >= s.keys) return;
   ListedTile* const listed = p.listed + blockIdx.x * listed_room(p, p.tile_m);
-  int const tiles = ceil_div(s.queries, p.tile_m), all = p.num_heads / p.num_heads_kv * tiles;
+  int const group = p.num_heads / p.num_heads_kv, tiles = ceil_div(s.queries, p.tile_m), all = group * tiles;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int count = 0;
   for (int begin = 0; begin < all; begin += kHelperThreads) {
@@ -129,7 +129,12 @@ __device__ void backward_lists(BackwardParams const& p) {
       if (i < warp) at += of_warps[i];
       count += of_warps[i];
     }
-    if (mine.pieces != 0) listed[at] = mine;
+    bool const named = mine.pieces != 0;
+    if (named) listed[at] = mine;
+    if (p.listed_steps != nullptr && begin + int(threadIdx.x) < all) {
+      int64_t const steps = listed_steps_of(p, batch, head_kv * group + mine.head, mine.tile, p.tile_m, p.tile_n);
+      p.listed_steps[steps + key_begin / p.tile_n] = named ? at : -1;
+    }
     __syncthreads();
   }
   if (threadIdx.x > 0) return;
