@@ -333,7 +333,7 @@ def test_clocks_are_read_from_nvidia_smi_and_gaps_are_none(tmp_path: Path, monke
 @pytest.fixture
 def small_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that suit 64 queries, wherever they are used."""
-    for name, value in (("WINDOW", 9), ("PREFIX", 20), ("PAD", 5)):
+    for name, value in (("WINDOW", 9), ("PREFIX", 20), ("PAD", 5), ("BLOCK", 16)):
         for module in (bench_cases, sys.modules["cutlass_fmha.bench.features"], lineup, peers):
             monkeypatch.setattr(module, name, value, raising=False)
 
@@ -411,8 +411,11 @@ def test_a_captured_call_is_timed_on_the_gpu() -> None:
         assert 0.0 < result["min_us"] <= result["p50_us"] <= result["p90_us"]
 
 
+@pytest.mark.usefixtures("small_features")
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("of", [{}, {"lengths": (16, 40)}, *({"feature": x} for x in ("dropout", "mask", "head_bias"))])
+@pytest.mark.parametrize(
+    "of", [{}, {"lengths": (16, 40)}, *({"feature": x} for x in ("dropout", "mask", "head_bias", "block_mask"))]
+)
 def test_gradients_are_checked_and_a_wrong_one_is_found(causal: bool, of: dict[str, Any]) -> None:
     case = Case("backward", 2, 4, 2, 40, 40, 32, "float16", causal=causal, **of)
     inputs = contenders.make_inputs(case, 2, torch.device("cpu"))

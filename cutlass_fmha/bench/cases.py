@@ -17,6 +17,8 @@ WINDOW = 1024
 PREFIX = 2048
 PAD = 500
 """Left padding grows by so many rows from one sequence of the batch to the next."""
+BLOCK = 128
+"""Queries and keys of a block of a block mask, which names half of all blocks."""
 
 FEATURES: dict[str, str] = {
     "window": f"window {WINDOW}",
@@ -27,6 +29,7 @@ FEATURES: dict[str, str] = {
     "bias": "bias [1, 1, Sq, Sk]",
     "mask": "mask [1, 1, Sq, Sk]",
     "head_bias": "bias [1, H, Sq, Sk]",
+    "block_mask": f"block mask, half of {BLOCK} x {BLOCK}",
     "sinks": "sinks",
     "topleft": "top-left",
     "leftpad": f"left padding 0, {PAD}, ...",
@@ -119,7 +122,8 @@ class Case:
         """Query-key pairs of one head, over the batch, that the mask leaves, counted exactly (not as half of
         the square).
 
-        A mask in memory is random: it leaves no part of the work out, and all pairs count.
+        A mask in memory is random: it leaves no part of the work out, and all pairs count; of a block mask those of
+        blocks that it names.
         """
         queries = self.lengths or (self.seqlen_q,) * self.batch
         keys = self.used or self.lengths or (self.seqlen_k,) * self.batch
@@ -127,6 +131,8 @@ class Case:
 
     def _pairs(self, sequence: int, queries: int, keys: int) -> int:
         keys -= self.pad(sequence)
+        if self.feature == "block_mask":
+            keys = keys // BLOCK // 2 * BLOCK
         if not self.causal:
             return queries * keys
         diagonal = 0 if self.feature == "topleft" else keys - queries
@@ -302,7 +308,7 @@ CASES: tuple[Case, ...] = (
     *(
         replace(_mha("score_gradients", 4, 16, 2048, head_dim, "bfloat16", causal="mask" not in name), feature=name)
         for head_dim in (128, 64)
-        for name in ("dropout", "alibi", "softcap", "mask", "head_bias")
+        for name in ("dropout", "alibi", "softcap", "mask", "head_bias", "block_mask")
     ),
 )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cases import PREFIX, WINDOW, Case
+from .cases import BLOCK, PREFIX, WINDOW, Case
 
 SOFTCAP = 30.0
 DROPOUT = 0.1
@@ -84,6 +84,11 @@ class Feature:
     def _mask(self) -> dict[str, Any]:
         return {"mask": self._random(1, 1, self.case.seqlen_q, self.case.seqlen_k) > 0.0}
 
+    def _block_mask(self) -> dict[str, Any]:
+        rows, keys = (-(-length // BLOCK) for length in (self.case.seqlen_q, self.case.seqlen_k))
+        named = self._random(1, 1, rows, keys).argsort(-1)[..., : keys // 2].sort(-1).values.to(torch.int32)
+        return {"block_mask": (torch.full_like(named[..., 0], keys // 2), named.contiguous(), (BLOCK, BLOCK))}
+
     # ---- meaning: of the last sequence and its first heads ------------------------------------------------
 
     def scores(self, scores: Tensor, rows: Tensor) -> Tensor:
@@ -108,10 +113,21 @@ class Feature:
             return visible | (keys < PREFIX)
         if feature == "leftpad":
             return visible & (keys >= self.case.pad(self.case.batch - 1))
-        if feature == "mask":
-            mask: Tensor = self.arguments["mask"]
-            return visible & mask[:, :, rows]
+        if feature in ("mask", "block_mask"):
+            return visible & self.mask()[:, :, rows]
         return visible
+
+    def mask(self) -> Tensor:
+        """[1, 1, queries, keys], of a mask or a block mask."""
+        if "mask" in self.arguments:
+            mask: Tensor = self.arguments["mask"]
+            return mask
+        _, named, _ = self.arguments["block_mask"]
+        keys = -(-self.case.seqlen_k // BLOCK)
+        blocks = torch.zeros(1, 1, named.shape[2], keys, dtype=torch.bool, device=self.device)
+        blocks.scatter_(-1, named.long(), True)
+        mask = blocks.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+        return mask[..., : self.case.seqlen_q, : self.case.seqlen_k]
 
     def weights(self, weights: Tensor, rows: Tensor) -> Tensor:
         """What becomes of the probabilities."""

@@ -128,10 +128,11 @@ def fused(case: Case, inputs: Inputs, name: str) -> Call:
 
 def _bias(case: Case, inputs: Inputs) -> Tensor | None:
     """A mask or a bias as torch's op has it: added, of all scores."""
-    given = arguments_of(case, inputs.query.device)
-    bias: Tensor | None = given.get("bias")
-    if "mask" in given:
-        bias = torch.zeros_like(given["mask"], dtype=inputs.query.dtype).masked_fill(~given["mask"], -math.inf)
+    feature = Feature(case, inputs.query.device)
+    bias: Tensor | None = feature.arguments.get("bias")
+    if "mask" in case.feature:
+        mask = feature.mask()
+        bias = torch.zeros_like(mask, dtype=inputs.query.dtype).masked_fill(~mask, -math.inf)
     return None if bias is None else bias.expand(case.batch, case.num_heads, -1, -1)
 
 

@@ -57,7 +57,7 @@ def line_up(
             found[DETERMINISTIC] = of(gradients.ours(case, inputs, deterministic=True))
         if case.featured:
             found[PLAIN] = dense_backward(case, inputs)
-        known = {"": ("cudnn", "efficient"), "mask": ("efficient",), "head_bias": ("efficient",)}
+        known = {"": ("cudnn", "efficient"), **dict.fromkeys(("mask", "block_mask", "head_bias"), ("efficient",))}
         dense = () if case.lengths else known.get(case.feature, ())
         if "flash" in peers and case.feature in ("", "dropout"):  # whose dropped numbers are its own
             found["flash"] = replace(of(gradients.flash(case, inputs)), checked=not case.feature)
