@@ -175,11 +175,13 @@ fmha_wide_scored("${ALL}"  f32        512       64  8     1          tf32x3)
 fmha_wide_scored("${ALL}"  "f16;bf16" 512       64  8     1          m16n8k16)
 
 # Gradients of Q, K and V: TILE_N keys per thread block, TILE_M queries per step, CHUNK of them at a time, by so many
-# GROUPS of warps. Where ptxas would spill in one architecture, it has another tile there.
+# GROUPS of warps. Where ptxas would spill in one architecture, it has another tile there. Of two tiles of one head dim
+# the lengths decide (cutlass_fmha/cost/gradients.py).
 #             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY         WRITES_SCORES ROUNDED_PAIRS WHOLE_DQ TAIL
 fmha_backward("89"      "f16;bf16"  32       64     256    8     32    1      ranges   cp_async_16)
 fmha_backward("${TMA}"  "f16;bf16"  32       64     256    8     32    1      ranges   tma)
 fmha_backward("89"      "f16;bf16"  64       64     256    8     16    1      ranges   cp_async_16)
+fmha_backward("89;120"  "f16;bf16"  64       64     128    8     64    1      ranges   cp_async_16)
 fmha_backward("90"      "f16;bf16"  64       64     192   12     32    3      ranges   tma          false         true          true     64)
 fmha_backward("120"     "f16;bf16"  64       64     256    8     16    1      ranges   tma)
 fmha_backward("89"      "f16;bf16"  96       64     128    8     64    1      ranges   cp_async_16)
@@ -193,7 +195,8 @@ fmha_backward("${TMA}"  "f16;bf16" 256       32      64   12     16    3      ra
 fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     16    1      scores   cp_async_16)
 fmha_backward("89"      "f16;bf16"  64       64     256    8     16    1      scores   cp_async_16)
 fmha_backward("90"      "f16;bf16"  64       64     256    8     16    1      scores   tma)
-fmha_backward("120"     "f16;bf16"  64       64     128    8     64    1      scores   cp_async_16)
+fmha_backward("89;120"  "f16;bf16"  64       64     128    8     64    1      scores   cp_async_16)
+fmha_backward("90"      "f16;bf16"  64       64     128    8     64    1      scores   tma)
 fmha_backward("${ALL}"  "f16;bf16"  96       64     128    8     32    1      scores   cp_async_16)
 fmha_backward("89"      "f16;bf16" 128       64     128    8     32    1      scores   cp_async_16)
 fmha_backward("120"     "f16;bf16" 128       64     128    8     16    1      scores   cp_async_16)

@@ -251,6 +251,37 @@ def test_the_cheaper_route_within_the_cap_is_chosen(change: dict, workspace: int
     assert bool(route.scores) == (heads > 0 and change not in NOTHING)
 
 
+class Symbol(int):
+    """A size that a compiler has no number for; comparing it would make it a constant."""
+
+
+@pytest.mark.parametrize(
+    ("change", "row"),
+    [
+        ({}, "long"),
+        ({"causal": "bottom-right"}, "short"),  # half of a tile at the diagonal is computed for nothing
+        ({"causal": "bottom-right", "seqlen_q": 8192, "seqlen_k": 8192}, "long"),
+        ({"causal": "bottom-right", "seqlen_q": Symbol(2048)}, "long"),
+        ({"window": (256, 0)}, "short"),
+        ({"window": (256, 256), "seqlen_q": 8192, "seqlen_k": 8192}, "short"),
+        ({"batch": 1, "num_heads": 12, "seqlen_q": 512, "seqlen_k": 512}, "short"),  # 24 blocks, 58 SMs
+        ({"batch": 1, "num_heads": 16, "seqlen_q": 512, "seqlen_k": 512}, "long"),  # 32, and 64 are two waves
+        ({"num_heads": 16, "num_heads_kv": 1, "batch": 2}, "short"),
+        ({"mean": (300, 300)}, "short"),  # of 256 keys, the second is nearly empty
+        ({"mean": (2048, 2048), "seqlen_q": 8192, "seqlen_k": 8192}, "long"),
+        ({"mean": (130, 130)}, "short"),  # two blocks of 256 keys a sequence
+        ({"batch": 0}, "long"),
+        ({"seqlen_k": 0}, "long"),
+    ],
+)
+def test_the_tile_of_keys_suits_the_lengths(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], row: str):
+    made = {"arch": 89, "head_dim": 64, "tile_m": 64}
+    put_in_place(monkeypatch, *({"name": name, "tile_n": n, **made} for name, n in (("long", 256), ("short", 128))))
+    problem = Problem(4, 2048, 2048, 16, 16, 64, "float16")
+    change = {"num_heads_kv": change.get("num_heads", 16), **change}
+    assert gradients.choose(replace(problem, **change), L4).row.name == row
+
+
 @pytest.mark.usefixtures("two_routes")
 def test_explain_says_which_route_deterministic_gradients_take_and_why():
     given: dict[str, Any] = {"shape": (2, 4096, 16, 128), "num_heads_kv": 4, "dtype": "float16"}

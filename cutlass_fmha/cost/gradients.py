@@ -25,17 +25,30 @@ class GradientParameters:
     waiting_narrow: float = 4.0
     #: Of the time in which dS is written and read, what neither product hides.
     exposed: float = 0.6
+    #: A block's steps, and keys of each, that its beginning and end, and a step's, take as long as: emulated L4 and
+    #: RTX 4090, D64.
+    begin: float = 1.5
+    step: int = 8
 
 
 PARAMETERS_OF_GRADIENTS = GradientParameters()
 
 
-def visible_scores(problem: Problem) -> float:
-    """Scores of all heads that some mask by a range leaves, about."""
-    queries, keys = problem.mean if any(problem.mean) else (problem.seqlen_q, problem.seqlen_k)
+def _lengths(problem: Problem) -> tuple[int, int]:
+    return problem.mean if any(problem.mean) else (problem.seqlen_q, problem.seqlen_k)
+
+
+def _window(problem: Problem) -> tuple[int, int]:
     left, right = problem.window
     if problem.causal != "none":
         right = 0 if right < 0 else min(right, 0)
+    return left, right
+
+
+def visible_scores(problem: Problem) -> float:
+    """Scores of all heads that some mask by a range leaves, about."""
+    queries, keys = _lengths(problem)
+    left, right = _window(problem)
     seen = float(keys)
     if left >= 0 and right >= 0:
         seen = min(seen, left + right + 1.0)
@@ -58,6 +71,26 @@ def _blocks(row: Row, problem: Problem, heads: int) -> int:
     return -(-problem.seqlen_k // row.tile_n) * heads
 
 
+def walks(row: Row, problem: Problem, device: Device) -> float:
+    """How long a row's walks take until all have ended, in scores that an SM computes, about. One block of such a row
+    fills an SM's registers; rows of one head dim are compared by it."""
+    given, sms = PARAMETERS_OF_GRADIENTS, device.sm_count
+    queries, keys = _lengths(problem)
+    left, right = _window(problem)
+    group = problem.num_heads // max(1, problem.num_heads_kv)
+    blocks = problem.batch * problem.num_heads_kv * -(-keys // row.tile_n)
+    begin = given.begin * row.tile_m
+    longest = min(queries, left + right + row.tile_n) if left >= 0 and right >= 0 else queries
+    whole = (group * -(-longest // row.tile_m) * row.tile_m + begin) * row.tile_n
+    share = (row.tile_n + given.step) / row.tile_n
+    edges = (left >= 0) + (right >= 0)
+    if edges == 0:  # all blocks are alike
+        return -(-blocks // sms) * whole * share
+    # At an edge half of a tile is computed for nothing.
+    scores = visible_scores(problem) + edges * problem.batch * problem.num_heads * keys * row.tile_n / 2
+    return max(whole, (scores + blocks * begin * row.tile_n) / sms) * share
+
+
 def turns(problem: Problem, heads: int) -> int:
     """Times that dS of so many heads of keys is written, and read, until all had theirs."""
     return -(-problem.batch * problem.num_heads_kv // heads)
@@ -75,8 +108,8 @@ def heads_at_once(row: Row, problem: Problem, device: Device, most: int) -> int:
     heads = max(1, problem.batch * problem.num_heads_kv)
     if most >= heads:
         return heads
-    left, right = problem.window
-    if left < 0 and (right >= 0 or problem.causal != "none"):
+    left, right = _window(problem)
+    if left < 0 and right >= 0:
         # Under a diagonal the long blocks begin first, so that SMs end about together: turns are alike.
         return -(-heads // turns(problem, most))
     # The most of each number of waves, and of those that need as many in all, the largest.

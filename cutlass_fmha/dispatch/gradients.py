@@ -169,9 +169,10 @@ def choose(
     deterministic: bool = False,
     workspace: int | None = None,
 ) -> Route:
-    """The row with the least head dim among those that can, which knows no more than it must; or that named.
+    """The row with the least head dim among those that can, which knows no more than it must; or that named. Of
+    several such, that whose tiles of keys suit the lengths best.
 
-    Of deterministic gradients the cheaper of two such: one that sums dQ in order, one that writes dS.
+    Of deterministic gradients the cheaper of two: one that sums dQ in order, one that writes dS.
 
     Raises UnsupportedError, and ValueError for a name that no row has.
     """
@@ -197,7 +198,12 @@ def choose(
     if possible and deterministic:
         return _cheaper(possible, problem, device, workspace)
     if possible:
-        return _route(possible[0], problem, device, workspace)
+        first = possible[0]
+        alike = [row for row in possible if (row.head_dim, row.scored) == (first.head_dim, first.scored)]
+        # Sizes that are symbols of torch.compile are not compared: they would become constants.
+        if len(alike) > 1 and all(type(size) is int for size in (problem.batch, problem.seqlen_q, problem.seqlen_k)):
+            first = min(alike, key=lambda row: cost.walks(row, problem, device))
+        return _route(first, problem, device, workspace)
     if not table.rows:
         raise UnsupportedError("this build of cutlass_fmha has no kernels that compute gradients")
     nearest = sorted(against, key=lambda entry: len(entry[1]))[:3]
