@@ -34,7 +34,8 @@ set(FMHA_BLOCK_gated_backward 256)
 set(FMHA_AHEAD_rms_norm_backward 10)
 set(FMHA_AHEAD_90_rms_norm_backward 12)
 # Kernels that wait by themselves for what is ahead in their stream (core/dependents.cuh), from sm_90 on.
-set(FMHA_DEPENDENT combine rope rope_backward rope_weights rms_norm rms_norm_backward rms_norm_weights gated gated_backward)
+set(FMHA_DEPENDENT combine rope rope_backward rope_weights rms_norm rms_norm_backward rms_norm_weights gated gated_backward
+    backward_before backward_lists backward_after)
 set(FMHA_ELEMENT_f16 "__half float16")
 set(FMHA_ELEMENT_bf16 "__nv_bfloat16 bfloat16")
 set(FMHA_ELEMENT_f32 "float float32")

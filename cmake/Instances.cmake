@@ -169,7 +169,16 @@ function(fmha_add_features FEATURES SUFFIX
   endforeach()
 endfunction()
 
-# Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields; the last
+# Whether a kernel's launches can start beside the kernel ahead (core/dependent_launch.cuh).
+function(fmha_overlaps ARCH RESULT)
+  set(can false)
+  if(ARCH GREATER_EQUAL 90)
+    set(can true)
+  endif()
+  set(${RESULT} ${can} PARENT_SCOPE)
+endfunction()
+
+# Adds the rows of one manifest line that compute gradients, which are several launches in a row: the columns are BackwardConfig's fields; the last
 # four, WRITES_SCORES, ROUNDED_PAIRS, WHOLE_DQ and TAIL, may be left out where they are false, or 0.
 function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY)
   set(defaults false false false 0)
@@ -195,6 +204,7 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
       if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES OR NOT DEFINED DTYPE_${dtype})
         message(FATAL_ERROR "cutlass_fmha: src/rows.cmake asks for sm_${arch} ${dtype}, which does not exist")
       endif()
+      fmha_overlaps(${arch} dependent_launch)
       set(name "bwd_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE_M}n${TILE_N}w${WARPS}")
       if(GROUPS GREATER 1)
         string(APPEND name "_groups")
@@ -211,7 +221,8 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
       string(APPEND name "${FMHA_NAME_SUFFIX}")
       set(config
           "cutlass_fmha::BackwardConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}},"
-          ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1},"
+          ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1,"
+          ".dependent_launch = ${dependent_launch}},"
           "{.chunk = ${CHUNK}, .groups = ${GROUPS}, .features = cutlass_fmha::Features::${FEATURES},"
           ".copy = cutlass_fmha::Copy::${COPY}, .writes_scores = ${WRITES_SCORES},"
           ".rounded_pairs = ${ROUNDED_PAIRS}, .whole_dq = ${WHOLE_DQ}, .tail = ${TAIL}}}")
@@ -234,11 +245,12 @@ function(fmha_query_product ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS STAGES MIN
       if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES OR NOT DEFINED DTYPE_${dtype})
         message(FATAL_ERROR "cutlass_fmha: src/rows.cmake asks for sm_${arch} ${dtype}, which does not exist")
       endif()
+      fmha_overlaps(${arch} dependent_launch)
       set(name "bwd_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE_M}n${TILE_N}w${WARPS}_dq${FMHA_NAME_SUFFIX}")
       set(config
           "cutlass_fmha::QueryProductConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}},"
           ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS},"
-          ".min_blocks = ${MIN_BLOCKS}}, ${STAGES}}")
+          ".min_blocks = ${MIN_BLOCKS}, .dependent_launch = ${dependent_launch}}, ${STAGES}}")
       list(JOIN config " " config)
       fmha_add_row(query_product ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_query_product" "${name}" "${config}")
     endforeach()

@@ -16,6 +16,8 @@ from cutlass_fmha.dispatch import table as tables
 
 ROOT = Path(__file__).resolve().parents[1]
 OVERLAPPING = [row.name for row in _C.rows() if row.family == "few_query" and row.dependent_launch]
+OF_GRADIENTS = ("backward", "query_product", "backward_before", "backward_lists", "backward_after")
+GRADIENTS = [x.name for x in (*_C.backward_rows(), *_C.helpers()) if x.family in OF_GRADIENTS and x.dependent_launch]
 GLOBAL_ACCESSES = {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG", "UTMALDG", "UTMASTG"}
 ROWS = {row.name: row for row in _C.rows() if row.family in tables.PLAIN and row.copy == "tma"}
 
@@ -123,12 +125,13 @@ def test_decoding_rows_what_follows_them_and_what_is_beside_attention_overlap_wh
     rows = [*_C.rows(), *_C.backward_rows(), *_C.helpers()]
     families = {"few_query", "few_query_scored", "combine", "gated", "gated_backward"}
     families |= {"rms_norm", "rms_norm_backward", "rms_norm_weights", "rope", "rope_backward", "rope_weights"}
+    families |= set(OF_GRADIENTS)
     can = {row.name for row in rows if row.family in families and row.arch >= 90}
     assert can == {row.name for row in rows if row.dependent_launch}
 
 
-@pytest.mark.parametrize("name", OVERLAPPING)
-def test_nothing_global_is_accessed_before_the_wait(name: str, machine_code: list[cubin.Kernel]):
+def waiting(name: str, machine_code: list[cubin.Kernel]) -> tuple[dict[str, list[int]], int]:
+    """Where a kernel has which instructions, and where it waits: before anything global."""
     (kernel,) = (kernel for kernel in machine_code if kernel.name == name)
     places = collections.defaultdict(list)
     for place, instruction in enumerate(kernel.code):
@@ -138,8 +141,20 @@ def test_nothing_global_is_accessed_before_the_wait(name: str, machine_code: lis
     accesses = [place for opcode in GLOBAL_ACCESSES for place in places[opcode]]
     assert accesses and wait < min(accesses)
     assert min(places["EXIT"]) > wait, "no thread leaves before it has waited"
-    assert max(places["CCTL"]) < wait, "a prefetch that comes after the wait is for nothing"
     assert not [i for i in kernel.code if i.base == "LDG" and "CONSTANT" in i.opcode]
+    return places, wait
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_wait_before_anything_and_let_the_next_launch_in_at_once(name: str, machine_code: list[cubin.Kernel]):
+    places, wait = waiting(name, machine_code)
+    assert len(places["PREEXIT"]) == 1 and places["PREEXIT"][0] > wait
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_nothing_global_is_accessed_before_the_wait(name: str, machine_code: list[cubin.Kernel]):
+    places, wait = waiting(name, machine_code)
+    assert max(places["CCTL"]) < wait, "a prefetch that comes after the wait is for nothing"
     # The next launch is let in after the first loads and before the output: it waits for this one's end whenever it
     # comes, so that this is a matter of speed.
     triggers = places["PREEXIT"]

@@ -1,6 +1,7 @@
 // The backward kernel: dK and dV of one tile of keys of one head, and what they add to dQ.
 #pragma once
 
+#include "../core/dependents.cuh"
 #include "../core/scheduler.h"
 #include "groups.cuh"
 #include "walk.cuh"
@@ -146,6 +147,7 @@ CUTE_DEVICE void backward_of_tile(BackwardParams const& p, Sequence const& seque
 
 template <BackwardConfig C>
 CUTE_DEVICE void backward(BackwardParams const& p) {
+  if constexpr (C.dependent_launch) meet_dependents();
   WorkTile const work = work_tile(p.schedule, blockIdx.x);
   int head_kv = work.head, batch = work.batch;
   if constexpr (C.writes_scores) {  // those of all batch entries have numbers

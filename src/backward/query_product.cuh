@@ -5,6 +5,7 @@
 // keys, is zeros.
 #pragma once
 
+#include "../core/dependents.cuh"
 #include "../features/loader.cuh"
 #include "layout.cuh"
 
@@ -229,6 +230,7 @@ CUTE_DEVICE void query_product_of(BackwardParams const& p) {
 
 template <QueryProductConfig C>
 CUTE_DEVICE void query_product(BackwardParams const& p) {
+  if constexpr (C.dependent_launch) meet_dependents();
   p.listed == nullptr ? query_product_of<C, false>(p) : query_product_of<C, true>(p);
 }
 

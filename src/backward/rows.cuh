@@ -2,6 +2,7 @@
 // what becomes of these.
 #pragma once
 
+#include "../core/dependents.cuh"
 #include "../helpers/elements.cuh"
 #include "layout.cuh"
 #include "listed_tile.cuh"
@@ -56,6 +57,7 @@ __device__ inline float block_sum(float x) {
 /// A block has a tile of queries.
 template <class T>
 __device__ void backward_before(BackwardParams const& p) {
+  meet_dependents();
   constexpr int kLanes = 8;  // of a row
   QueryRows const rows(p, p.tile_m, blockIdx.x);
   Sequence const& s = rows.sequence;
@@ -103,6 +105,7 @@ __device__ void backward_before(BackwardParams const& p) {
 /// The transpose of block lists: a block has a tile of keys, of which it lists the tiles of queries.
 template <class T>
 __device__ void backward_lists(BackwardParams const& p) {
+  meet_dependents();
   __shared__ int of_warps[kHelperThreads / 32];
   int const key_tiles = ceil_div(p.seqlen_k, p.tile_n), sequence_head = blockIdx.x / key_tiles;
   int const batch = sequence_head / p.num_heads_kv, head_kv = sequence_head - batch * p.num_heads_kv;
@@ -157,6 +160,7 @@ __device__ inline void sum_sinks(BackwardParams const& p, int head) {
 /// A block has kRowsAfter queries.
 template <class T>
 __device__ void backward_after(BackwardParams const& p) {
+  meet_dependents();
   constexpr int kMaxDim = 256, kPadding = 8;
   __shared__ __align__(16) T staged[kRowsAfter][kMaxDim + kPadding];
   if (p.dsinks != nullptr && blockIdx.x < p.num_heads) sum_sinks(p, blockIdx.x);
