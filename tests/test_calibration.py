@@ -57,6 +57,9 @@ def fake_gpu(monkeypatch, noise: float = 0.01, seed: int = 0) -> FakeGpu:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(_C, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        command.gradients, "collect", lambda index, device, limits: []
+    )  # tests/test_calibrate_gradients.py
     return FakeGpu(BUILD, L4, law).install(monkeypatch)
 
 
@@ -137,7 +140,7 @@ def test_timings_survive_their_file_and_a_damaged_one_gets_a_sentence(monkeypatc
     assert any(time.skipped for sample in taken.holdout for time in sample.rows.values())
     measurements.save(taken, path, {"share_right": 1.0})
     found = measurements.load(path)
-    assert found.machine == taken.machine and found.machine.device == L4
+    assert found.machine == taken.machine and found.machine.device == L4 and found.gradients == []
     assert (found.seed, found.wall_s) == (7, 1.5)
     for kept, sample in zip(found.calibration + found.holdout, taken.calibration + taken.holdout, strict=True):
         assert kept.problem == sample.problem and kept.times == pytest.approx(sample.times, abs=1e-3)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cutlass_fmha import _C
 from cutlass_fmha.bench.runner import CannotMeasure, require_gpu
-from cutlass_fmha.calibrate import fit, measurements, problems, verdict
+from cutlass_fmha.calibrate import fit, gradients, measurements, problems, verdict
 from cutlass_fmha.cli import output
 from cutlass_fmha.cost import PRICES, store
 from cutlass_fmha.dispatch import device as devices
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             if arguments.timings:
                 measurements.save(taken, arguments.timings)
         build = tables.this_build()
-        calibration = fit.fit(taken.machine, taken.calibration, build)
+        calibration = fit.fit(taken.machine, taken.calibration, build, taken.gradients)
         require_rows(calibration)
         path = arguments.output or store.user_file(taken.machine.gpu, taken.machine.package)
         store.save(calibration, path)
@@ -102,6 +102,7 @@ def measure(index: int, elsewhere: bool) -> measurements.Measurements:
     taken = measurements.Measurements(machine)
     begin = time.perf_counter()
     taken.calibration = measurements.collect(grid, index, build, "calibrate", measurements.GIVE_UP)
+    taken.gradients = gradients.collect(index, device, machine.limits)
     taken.wall_s = time.perf_counter() - begin
     return taken
 

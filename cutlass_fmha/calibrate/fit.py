@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING
 from cutlass_fmha import cost as model
 from cutlass_fmha.calibrate.measurements import Machine, Sample
 from cutlass_fmha.cost import PRICES, Counts, RowCost, datasheet, store
+from cutlass_fmha.cost import gradients as of_gradients
 from cutlass_fmha.cost.model import ROUNDED
+from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import KIB, Device
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Table
@@ -250,8 +252,45 @@ def _solve_square(matrix: list[list[float]], right: list[float]) -> list[float] 
     return [row[-1] / row[i] for i, row in enumerate(rows)]
 
 
-def fit(machine: Machine, samples: Sequence[Sample], build: Table) -> store.Calibration:
-    """The calibration of a machine's GPU from timings of it."""
+def fit_gradients(device: Device, samples: Sequence[Sample], table: Table) -> dict[str, store.Fit]:
+    """The costs of rows that compute gradients, by name: what a backward, its blocks and their steps take."""
+    found: dict[str, store.Fit] = {}
+    for tile, rows in _by_tile(table, samples).items():
+        timed = timings(tile, samples)
+        if len(timed) < MIN_SAMPLES:
+            continue
+        row, tried = rows[0], []
+        price = of_gradients.default_cost(row, device)
+        for _ in range(ROUNDS):
+            weighted, targets = [], []
+            for problem, us, weight in timed:
+                root = math.sqrt(weight) / us
+                blocks, steps = of_gradients.longest(row, problem, device, price)
+                weighted.append((root, root * blocks, root * steps))
+                targets.append(root * us)
+            launch, block, step = nonnegative_least_squares(weighted, targets)
+            price = replace(price, launch=launch, block=block, step=step)
+            errors = [abs(of_gradients.walks_us(row, p, device, price) / us - 1) for p, us, _ in timed]
+            tried.append(store.Fit(price, median(errors), max(errors), len(errors)))
+        best = min(tried, key=lambda fit: fit.error)
+        found |= {row.name: best for row in rows}
+    return found
+
+
+def _by_tile(build: Table, samples: Sequence[Sample]) -> dict[str, list[Row]]:
+    """Rows of tiles that were timed, in either dtype."""
+    timed = {tile_of(name) for sample in samples for name in sample.times}
+    tiles: dict[str, list[Row]] = {}
+    for row in build.rows:
+        if tile_of(row.name) in timed:
+            tiles.setdefault(tile_of(row.name), []).append(row)
+    return tiles
+
+
+def fit(
+    machine: Machine, samples: Sequence[Sample], build: Table, gradients: Sequence[Sample] = ()
+) -> store.Calibration:
+    """The calibration of a machine's GPU from timings of it. ``gradients``: of rows that compute them."""
     device = machine.device
     timed_rows = {name for sample in samples for name in sample.times}
     tiles: dict[str, list[Row]] = {}
@@ -262,7 +301,7 @@ def fit(machine: Machine, samples: Sequence[Sample], build: Table) -> store.Cali
     fits = _fit_tiles(first, device, samples)
     factors = [in_common(sample, first, device, fits) for sample in samples]
     fits = _fit_tiles(first, device, samples, factors)
-    rows: dict[str, store.Fit] = {}
+    rows = fit_gradients(device, gradients, tables.backward()) if gradients else {}
     ratios: dict[str, list[float]] = {}
     for tile, found in fits.items():
         row = first[tile]

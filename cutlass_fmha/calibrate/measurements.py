@@ -70,11 +70,13 @@ class Machine:
 
 @dataclass
 class Measurements:
-    """Samples of one machine. ``holdout`` has none of the problems of ``calibration``."""
+    """Samples of one machine. ``holdout`` has none of the problems of ``calibration``. ``gradients``: of rows that
+    compute them."""
 
     machine: Machine
     calibration: list[Sample] = field(default_factory=list)
     holdout: list[Sample] = field(default_factory=list)
+    gradients: list[Sample] = field(default_factory=list)
     #: The draw that holdout came from, for the record.
     seed: int | None = None
     #: GPU seconds that the run took, host included.
@@ -164,7 +166,7 @@ def save(measurements: Measurements, path: Path, verdict: dict[str, object] | No
         content["verdict"] = verdict
     head = json.dumps(content, indent=1)[:-2]
     parts = []
-    for name in ("calibration", "holdout"):
+    for name in ("calibration", "holdout", "gradients"):
         samples = ",\n".join("  " + json.dumps(_packed(sample)) for sample in getattr(measurements, name))
         parts.append(f' "{name}": [\n{samples}\n ]' if samples else f' "{name}": []')
     path.write_text(",\n".join([head, *parts]) + "\n}\n")
@@ -195,6 +197,7 @@ def load(path: Path) -> Measurements:
             machine=Machine(**machine),
             calibration=[_unpacked(sample) for sample in content["calibration"]],
             holdout=[_unpacked(sample) for sample in content["holdout"]],
+            gradients=[_unpacked(sample) for sample in content.get("gradients", [])],  # older files have none
             seed=content["seed"],
             wall_s=content["wall_s"],
         )

@@ -41,8 +41,9 @@ class Limits:
         """9 GFLOP per SM (3 ms on an H200, 5 ms on an L4), and inputs of 256 MiB or a 64th of the memory."""
         return cls(9e9 * sm_count, min(2**28, memory_bytes / 64))
 
-    def allow(self, problem: Problem) -> bool:
-        return flop(problem) <= self.max_flop and input_bytes(problem) <= self.max_bytes
+    def allow(self, problem: Problem, passes: float = 1.0) -> bool:
+        """``passes``: how often its operations are done, as gradients do."""
+        return passes * flop(problem) <= self.max_flop and input_bytes(problem) <= self.max_bytes
 
 
 def flop(problem: Problem) -> float:

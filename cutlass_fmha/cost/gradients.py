@@ -1,13 +1,20 @@
-"""What gradients in a fixed order cost: by dQ's sums in turn, or by dS in memory and a product of it."""
+"""What gradients cost: by rows that differ in their tiles of keys; and in a fixed order, by dQ's sums in turn, or by dS
+in memory and a product of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cutlass_fmha.cost.datasheet import PARAMETERS, figure
+from cutlass_fmha.cost.model import RowCost
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Row
+
+if TYPE_CHECKING:
+    from cutlass_fmha.cost.store import Calibration
 
 PRODUCTS = 5
 
@@ -35,7 +42,7 @@ PARAMETERS_OF_GRADIENTS = GradientParameters()
 
 
 def _lengths(problem: Problem) -> tuple[int, int]:
-    return problem.mean if any(problem.mean) else (problem.seqlen_q, problem.seqlen_k)
+    return problem.mean[0] or problem.seqlen_q, problem.mean[1] or problem.seqlen_k
 
 
 def _window(problem: Problem) -> tuple[int, int]:
@@ -71,24 +78,41 @@ def _blocks(row: Row, problem: Problem, heads: int) -> int:
     return -(-problem.seqlen_k // row.tile_n) * heads
 
 
-def walks(row: Row, problem: Problem, device: Device) -> float:
-    """How long a row's walks take until all have ended, in scores that an SM computes, about. One block of such a row
-    fills an SM's registers; rows of one head dim are compared by it."""
-    given, sms = PARAMETERS_OF_GRADIENTS, device.sm_count
-    queries, keys = _lengths(problem)
-    left, right = _window(problem)
-    group = problem.num_heads // max(1, problem.num_heads_kv)
+def default_cost(row: Row, device: Device) -> RowCost:
+    """What the blocks and steps of a row take on a GPU that was never measured, one block on an SM."""
+    given = PARAMETERS_OF_GRADIENTS
+    slower = given.scored if row.scored else 1.0
+    step = slower * 2.0 * PRODUCTS * row.tile_m * (row.tile_n + given.step) * row.head_dim / _sm_rate(row, device)
+    return RowCost(PARAMETERS.launch_us, 0.0, 0.0, 0.0, given.begin * step, step, 0.0, 0.0)
+
+
+def longest(row: Row, problem: Problem, device: Device, price: RowCost) -> tuple[float, float]:
+    """Blocks and steps that lie one after another until all walks have ended."""
+    sms, (queries, keys), (left, right) = device.sm_count, _lengths(problem), _window(problem)
     blocks = problem.batch * problem.num_heads_kv * -(-keys // row.tile_n)
-    begin = given.begin * row.tile_m
-    longest = min(queries, left + right + row.tile_n) if left >= 0 and right >= 0 else queries
-    whole = (group * -(-longest // row.tile_m) * row.tile_m + begin) * row.tile_n
-    share = (row.tile_n + given.step) / row.tile_n
+    walked = min(queries, left + right + row.tile_n) if left >= 0 and right >= 0 else queries
+    whole = problem.num_heads // max(1, problem.num_heads_kv) * -(-walked // row.tile_m)
     edges = (left >= 0) + (right >= 0)
     if edges == 0:  # all blocks are alike
-        return -(-blocks // sms) * whole * share
+        waves = -(-blocks // sms)
+        return waves, waves * whole
     # At an edge half of a tile is computed for nothing.
     scores = visible_scores(problem) + edges * problem.batch * problem.num_heads * keys * row.tile_n / 2
-    return max(whole, (scores + blocks * begin * row.tile_n) / sms) * share
+    shared, alone = (blocks / sms, scores / (row.tile_m * row.tile_n * sms)), (1.0, float(whole))
+    return max(shared, alone, key=lambda way: price.block * way[0] + price.step * way[1])
+
+
+def walks_us(row: Row, problem: Problem, device: Device, price: RowCost) -> float:
+    """Microseconds until all walks of a row have ended: rows that differ in their tile of keys are compared by it."""
+    blocks, steps = longest(row, problem, device, price)
+    return price.launch + price.block * blocks + price.step * steps
+
+
+def prices(rows: Sequence[Row], device: Device, calibration: Calibration) -> list[RowCost]:
+    """What rows that are to be compared cost: as measured, if all of them were."""
+    fits = [calibration.rows.get(row.name) for row in rows]
+    measured = [fit.cost for fit in fits if fit is not None]
+    return measured if len(measured) == len(rows) else [default_cost(row, device) for row in rows]
 
 
 def turns(problem: Problem, heads: int) -> int:
@@ -131,5 +155,9 @@ def product_us(row: Row, problem: Problem, device: Device, heads: int) -> float:
 
 def _products_us(row: Row, problem: Problem, device: Device) -> float:
     flop = 2.0 * PRODUCTS * visible_scores(problem) * row.head_dim
-    rate = device.sm_count * figure(PARAMETERS.sm_tflops, row, device) * PARAMETERS_OF_GRADIENTS.efficiency
-    return flop / (rate * 1e6)
+    return flop / (device.sm_count * _sm_rate(row, device))
+
+
+def _sm_rate(row: Row, device: Device) -> float:
+    """Floating-point operations of an SM in a microsecond."""
+    return figure(PARAMETERS.sm_tflops, row, device) * PARAMETERS_OF_GRADIENTS.efficiency * 1e6

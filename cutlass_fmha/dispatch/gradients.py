@@ -8,6 +8,7 @@ from typing import NamedTuple
 from cutlass_fmha import _C
 from cutlass_fmha.arguments.check import integer
 from cutlass_fmha.cost import gradients as cost
+from cutlass_fmha.cost import store
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.families.family import (
@@ -198,12 +199,7 @@ def choose(
     if possible and deterministic:
         return _cheaper(possible, problem, device, workspace)
     if possible:
-        first = possible[0]
-        alike = [row for row in possible if (row.head_dim, row.scored) == (first.head_dim, first.scored)]
-        # Sizes that are symbols of torch.compile are not compared: they would become constants.
-        if len(alike) > 1 and all(type(size) is int for size in (problem.batch, problem.seqlen_q, problem.seqlen_k)):
-            first = min(alike, key=lambda row: cost.walks(row, problem, device))
-        return _route(first, problem, device, workspace)
+        return _of_alike(alike(possible), problem, device, workspace)
     if not table.rows:
         raise UnsupportedError("this build of cutlass_fmha has no kernels that compute gradients")
     nearest = sorted(against, key=lambda entry: len(entry[1]))[:3]
@@ -211,12 +207,30 @@ def choose(
     raise UnsupportedError(f"no kernel of this build computes the gradients of {problem}:\n" + "\n".join(lines))
 
 
+def alike(possible: list[Row]) -> list[Row]:
+    """The first of some rows, and those that differ from it in their tiles alone."""
+    return [row for row in possible if (row.head_dim, row.scored) == (possible[0].head_dim, possible[0].scored)]
+
+
+def _of_alike(rows: list[Row], problem: Problem, device: Device, workspace: int | None) -> Route:
+    sizes = (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads, problem.num_heads_kv)
+    # Sizes that are symbols of torch.compile are not compared: they would become constants.
+    if len(rows) == 1 or any(type(size) is not int for size in (*sizes, *problem.window, *problem.mean)):
+        return _route(rows[0], problem, device, workspace)
+    prices = cost.prices(rows, device, store.for_device(device))
+    us = [cost.walks_us(row, problem, device, price) for row, price in zip(rows, prices, strict=True)]
+    (least, row), (next_least, other) = sorted(zip(us, rows, strict=True), key=lambda pair: pair[0])[:2]
+    why = f"{least:.0f} us predicted, {next_least:.0f} by {other.name}"
+    return _route(row, problem, device, workspace)._replace(why=why)
+
+
 def _cheaper(possible: list[Row], problem: Problem, device: Device, workspace: int | None) -> Route:
-    sums = next((row for row in possible if not writes_scores(row)), None)
+    summing = [row for row in possible if not writes_scores(row)]
+    sums = _of_alike(alike(summing), problem, device, workspace).row if summing else None
     product = next((row for row in possible if writes_scores(row)), None)
     if product is None:
         assert sums is not None
-        return _route(sums, problem, device, workspace)
+        return Route(sums)
     by_product = _route(product, problem, device, workspace)
     if sums is None:
         return by_product

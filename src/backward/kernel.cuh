@@ -158,6 +158,8 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
   // Under a diagonal, the first keys are seen by most queries: they come first.
   int const key_begin = (p.schedule.mixed ? p.schedule.m_blocks - 1 - work.m_block : work.m_block) * C.tile_n;
   if (key_begin >= sequence.keys) return;  // seqlen_k is that of the longest sequence
+  // What finds tiles in memory, or in lists, counts on keys of C.tile_n each.
+  static_assert(C.tail == 0 || (C.groups == 3 && !C.scored() && C.tail < C.tile_n));
   if constexpr (C.tail > 0) {
     if (sequence.keys - key_begin <= C.tail) {
       backward_of_tile<C.of_tail()>(p, sequence, work.head, head_kv, key_begin);

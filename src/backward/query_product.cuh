@@ -174,7 +174,7 @@ CUTE_DEVICE void query_product_of(BackwardParams const& p) {
                            head_kv * p.k_stride.head + int64_t(s.first_k) * p.k_stride.seqlen;
   auto const load = [&](int step) FMHA_INLINE {
     if (step >= steps) return;
-    if constexpr (Listed) next = named.first_from(next);
+    if (Listed && next / p.scores_tile_n != scores.key_tile) next = named.first_from(next);
     int const first = next;
     next += C.tile_n;
     pipe.producer_acquire(step);

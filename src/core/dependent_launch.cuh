@@ -1,7 +1,7 @@
-// Launches that overlap (programmatic dependent launch, sm_90 and later): the blocks of a row that `overlaps()`, and of
-// the kernel that combines the parts of split keys, may start while the kernel ahead of theirs in the stream still
-// runs, find their tile, and wait. A launch's own latency is hidden that way, of the order of a microsecond, which
-// counts where a problem takes only a few of them.
+// Launches that overlap (programmatic dependent launch, sm_90 and later): blocks of rows that `overlaps()`, of what
+// combines the parts of split keys, and of all that computes gradients may start while the kernel ahead in the stream
+// still runs, find their tile, and wait. A launch's own latency is hidden that way, of the order of a microsecond,
+// which counts where a problem takes only a few of them.
 //
 // Why this is sound beside any kernels, in a stream or in a CUDA graph that was captured from one:
 // - Every thread waits before its first access to global memory. Reads after the wait see what the kernel ahead wrote,

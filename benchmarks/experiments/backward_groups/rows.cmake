@@ -7,7 +7,7 @@ function(trial SUFFIX)
 endfunction()
 
 #               HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY WRITES_SCORES ROUNDED_PAIRS WHOLE_DQ
-trial("_now"     64      64     192   12     32    3      ranges   tma  false         true          true)
+trial("_now"     64      64     192   12     32    3      ranges   tma  false         true          true 64)
 trial("_units"   64      64     192   12     32    3      ranges   tma  false         true)
 trial("_two"     64      64     192    8     32    2      ranges   tma  false         true)
 trial("_now"     96      64     128   12     32    3      ranges   tma  false         true          true)
