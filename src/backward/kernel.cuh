@@ -1,9 +1,9 @@
 // The backward kernel: dK and dV of one tile of keys of one head, and what they add to dQ.
 #pragma once
 
-#include "../core/dependents.cuh"
 #include "../core/scheduler.h"
 #include "groups.cuh"
+#include "overlap.cuh"
 #include "walk.cuh"
 
 namespace cutlass_fmha {

@@ -5,9 +5,9 @@
 // keys, is zeros.
 #pragma once
 
-#include "../core/dependents.cuh"
 #include "../features/loader.cuh"
 #include "layout.cuh"
+#include "overlap.cuh"
 
 namespace cutlass_fmha {
 

@@ -2,10 +2,10 @@
 // what becomes of these.
 #pragma once
 
-#include "../core/dependents.cuh"
 #include "../helpers/elements.cuh"
 #include "layout.cuh"
 #include "listed_tile.cuh"
+#include "overlap.cuh"
 
 namespace cutlass_fmha {
 

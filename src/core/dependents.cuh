@@ -22,12 +22,6 @@ __device__ __forceinline__ void wait_for_kernels_ahead() {
 #endif
 }
 
-/// Both, for kernels of many blocks that begin with what the one ahead wrote: what is hidden is the launch.
-__device__ __forceinline__ void meet_dependents() {
-  wait_for_kernels_ahead();
-  start_dependents();
-}
-
 /// Brings what is at an address to L2, before the wait too: nothing is stale there (dependent_launch.cuh).
 __device__ __forceinline__ void prefetch_to_l2(void const* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
