@@ -270,16 +270,22 @@ class Symbol(int):
         ({"mean": (300, 300)}, "short"),  # of 256 keys, the second is nearly empty
         ({"mean": (2048, 2048), "seqlen_q": 8192, "seqlen_k": 8192}, "long"),
         ({"mean": (130, 130)}, "short"),  # two blocks of 256 keys a sequence
+        ({"arch": 120, "causal": "bottom-right"}, "long"),  # whose steps of 128 keys are dearer
+        ({"arch": 120, "causal": "bottom-right", "batch": 64, "seqlen_q": 512, "seqlen_k": 512}, "short"),
+        ({"mean": (2048, 0), "seqlen_q": 8192}, "long"),  # keys are as long as the longest
+        ({"causal": "top-left", "seqlen_q": 8192, "seqlen_k": 16384}, "long"),
         ({"batch": 0}, "long"),
         ({"seqlen_k": 0}, "long"),
     ],
 )
 def test_the_tile_of_keys_suits_the_lengths(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], row: str):
-    made = {"arch": 89, "head_dim": 64, "tile_m": 64}
+    arch = change.get("arch", 89)
+    made = {"arch": arch, "head_dim": 64, "tile_m": 64}
     put_in_place(monkeypatch, *({"name": name, "tile_n": n, **made} for name, n in (("long", 256), ("short", 128))))
     problem = Problem(4, 2048, 2048, 16, 16, 64, "float16")
-    change = {"num_heads_kv": change.get("num_heads", 16), **change}
-    assert gradients.choose(replace(problem, **change), L4).row.name == row
+    change = {"num_heads_kv": change.get("num_heads", 16), **{x: change[x] for x in change if x != "arch"}}
+    device = {89: L4, 120: PRESETS["rtx5090"]}[arch]
+    assert gradients.choose(replace(problem, **change), device).row.name == row
 
 
 @pytest.mark.usefixtures("two_routes")

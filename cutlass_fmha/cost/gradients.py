@@ -3,8 +3,8 @@ in memory and a product of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cutlass_fmha.cost.datasheet import PARAMETERS, figure
@@ -32,10 +32,10 @@ class GradientParameters:
     waiting_narrow: float = 4.0
     #: Of the time in which dS is written and read, what neither product hides.
     exposed: float = 0.6
-    #: A block's steps, and keys of each, that its beginning and end, and a step's, take as long as: emulated L4 and
-    #: RTX 4090, D64.
+    #: Of a block's steps, as many as its beginning and end take as long as; of a step's keys, as many as what it does
+    #: once, by architecture: D64 on emulated L4s and GeForces. sm_120's finds its lanes anew.
     begin: float = 1.5
-    step: int = 8
+    step: Mapping[int, int] = field(default_factory=lambda: {89: 8, 90: 8, 120: 28})
 
 
 PARAMETERS_OF_GRADIENTS = GradientParameters()
@@ -60,7 +60,10 @@ def visible_scores(problem: Problem) -> float:
     if left >= 0 and right >= 0:
         seen = min(seen, left + right + 1.0)
     elif right >= 0 and "prefix" not in problem.features:
-        seen = max(keys - queries / 2.0, keys * keys / (2.0 * max(1, queries)))
+        if problem.causal == "top-left":
+            seen = min(queries, keys) - min(queries, keys) ** 2 / (2.0 * max(1, queries))
+        else:
+            seen = max(keys - queries / 2.0, keys * keys / (2.0 * max(1, queries)))
     return problem.batch * problem.num_heads * float(queries) * min(seen, float(keys))
 
 
@@ -82,7 +85,15 @@ def default_cost(row: Row, device: Device) -> RowCost:
     """What the blocks and steps of a row take on a GPU that was never measured, one block on an SM."""
     given = PARAMETERS_OF_GRADIENTS
     slower = given.scored if row.scored else 1.0
-    step = slower * 2.0 * PRODUCTS * row.tile_m * (row.tile_n + given.step) * row.head_dim / _sm_rate(row, device)
+    step = (
+        slower
+        * 2.0
+        * PRODUCTS
+        * row.tile_m
+        * (row.tile_n + given.step[row.arch])
+        * row.head_dim
+        / _sm_rate(row, device)
+    )
     return RowCost(PARAMETERS.launch_us, 0.0, 0.0, 0.0, given.begin * step, step, 0.0, 0.0)
 
 
