@@ -120,7 +120,9 @@ def test_a_command_has_help_and_answers_in_json(command: str, printed, refused, 
     arguments, keys = JSON[command]
     if command == "calibrate":
         machine = SimpleNamespace(gpu=L4.name, package="1", device=L4)
-        monkeypatch.setattr(measurements, "load", lambda _: SimpleNamespace(machine=machine, calibration=()))
+        monkeypatch.setattr(
+            measurements, "load", lambda _: SimpleNamespace(machine=machine, calibration=(), gradients=())
+        )
         monkeypatch.setattr(fit, "fit", lambda *_: a_calibration())
         monkeypatch.setattr(command_of_calibrate, "_quality", lambda *_: "good")
     if command == "demo":  # tests/test_demo.py has a run of it

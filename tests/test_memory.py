@@ -25,6 +25,7 @@ from cutlass_fmha import Workspace, attention, memory_plan
 from cutlass_fmha.__main__ import main
 from cutlass_fmha.bench.memory import peak
 from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.features import FeatureArguments
 from cutlass_fmha.launch import gradients
 from cutlass_fmha.launch import plan as launches
@@ -362,9 +363,12 @@ def test_a_shape_is_planned_as_its_tensors_are():
     assert memory_plan(*tensors, **{**said, "backward": None}) == memory_plan(*wanting, **said)
     # 16 bytes of each tile of queries, and one more, and a count, for each tile of keys.
     lists = (meta(1, 1, 5, dtype=torch.int32), meta(1, 1, 5, 2, dtype=torch.int32), (64, 128))
-    shape, tiles_of_keys = SHAPE | {"causal": False}, 2 * 2 * 2
+    shape = SHAPE | {"causal": False}
     with_lists, without = memory_plan(**shape, block_mask=lists), memory_plan(**shape, features=("mask",))
-    assert with_lists.backward_row == without.backward_row
+    assert with_lists.backward_row == without.backward_row is not None
+    row = tables.backward().by_name(with_lists.backward_row)
+    tiles_of_keys = 2 * 2 * -(-300 // row.tile_n)
+    assert row.tile_m == 64
     assert with_lists.backward - without.backward == tiles_of_keys * (16 * (2 * 5 + 1) + 4)
 
 
