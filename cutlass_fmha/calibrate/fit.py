@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
@@ -255,7 +255,8 @@ def _solve_square(matrix: list[list[float]], right: list[float]) -> list[float] 
 def fit_gradients(device: Device, samples: Sequence[Sample], table: Table) -> dict[str, store.Fit]:
     """The costs of rows that compute gradients, by name: what a backward, its blocks and their steps take."""
     found: dict[str, store.Fit] = {}
-    for tile, rows in _by_tile(table, samples).items():
+    # One dtype is timed, and the other's rows cost the same.
+    for tile, rows in _by_tile(table.rows).items():
         timed = timings(tile, samples)
         if len(timed) < MIN_SAMPLES:
             continue
@@ -277,13 +278,10 @@ def fit_gradients(device: Device, samples: Sequence[Sample], table: Table) -> di
     return found
 
 
-def _by_tile(build: Table, samples: Sequence[Sample]) -> dict[str, list[Row]]:
-    """Rows of tiles that were timed, in either dtype."""
-    timed = {tile_of(name) for sample in samples for name in sample.times}
+def _by_tile(rows: Iterable[Row]) -> dict[str, list[Row]]:
     tiles: dict[str, list[Row]] = {}
-    for row in build.rows:
-        if tile_of(row.name) in timed:
-            tiles.setdefault(tile_of(row.name), []).append(row)
+    for row in rows:
+        tiles.setdefault(tile_of(row.name), []).append(row)
     return tiles
 
 
@@ -293,10 +291,7 @@ def fit(
     """The calibration of a machine's GPU from timings of it. ``gradients``: of rows that compute them."""
     device = machine.device
     timed_rows = {name for sample in samples for name in sample.times}
-    tiles: dict[str, list[Row]] = {}
-    for row in build.rows:
-        if row.name in timed_rows:
-            tiles.setdefault(tile_of(row.name), []).append(row)
+    tiles = _by_tile(row for row in build.rows if row.name in timed_rows)
     first = {tile: of_tiles[0] for tile, of_tiles in tiles.items()}
     fits = _fit_tiles(first, device, samples)
     factors = [in_common(sample, first, device, fits) for sample in samples]

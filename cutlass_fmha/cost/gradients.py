@@ -84,16 +84,8 @@ def _blocks(row: Row, problem: Problem, heads: int) -> int:
 def default_cost(row: Row, device: Device) -> RowCost:
     """What the blocks and steps of a row take on a GPU that was never measured, one block on an SM."""
     given = PARAMETERS_OF_GRADIENTS
-    slower = given.scored if row.scored else 1.0
-    step = (
-        slower
-        * 2.0
-        * PRODUCTS
-        * row.tile_m
-        * (row.tile_n + given.step[row.arch])
-        * row.head_dim
-        / _sm_rate(row, device)
-    )
+    scores = row.tile_m * (row.tile_n + given.step[row.arch])
+    step = _slower(row) * 2.0 * PRODUCTS * scores * row.head_dim / _sm_rate(row, device)
     return RowCost(PARAMETERS.launch_us, 0.0, 0.0, 0.0, given.begin * step, step, 0.0, 0.0)
 
 
@@ -160,8 +152,9 @@ def product_us(row: Row, problem: Problem, device: Device, heads: int) -> float:
     idle = waves(row, problem, device, heads) * device.sm_count / max(1, blocks) if times > 1 else 1.0
     traffic = 2 * 2 * visible_scores(problem) / (figure(PARAMETERS.dram_tbytes, row, device) * 1e6)
     launches = 2 * times * PARAMETERS.launch_us
-    slower = PARAMETERS_OF_GRADIENTS.scored if row.scored else 1.0
-    return _products_us(row, problem, device) * slower * idle + PARAMETERS_OF_GRADIENTS.exposed * traffic + launches
+    return (
+        _products_us(row, problem, device) * _slower(row) * idle + PARAMETERS_OF_GRADIENTS.exposed * traffic + launches
+    )
 
 
 def _products_us(row: Row, problem: Problem, device: Device) -> float:
@@ -172,3 +165,7 @@ def _products_us(row: Row, problem: Problem, device: Device) -> float:
 def _sm_rate(row: Row, device: Device) -> float:
     """Floating-point operations of an SM in a microsecond."""
     return figure(PARAMETERS.sm_tflops, row, device) * PARAMETERS_OF_GRADIENTS.efficiency * 1e6
+
+
+def _slower(row: Row) -> float:
+    return PARAMETERS_OF_GRADIENTS.scored if row.scored else 1.0
