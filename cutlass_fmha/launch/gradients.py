@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     params: _C.AttentionParams  # complete but for addresses, the scale and strides, and never written to
     workspace: int  # floats
     addresses: tuple[tuple[str, str], ...]
-    zeros: bool  # not all of the gradients of q, k and v is written
+    zeros: bool  # there is nothing to launch
     bias_shape: tuple[int, ...]  # of the sums that its gradient is made of; those of a broadcast one may be whole
     bias_stride: tuple[int, int, int, int]
     ordered: bool
@@ -222,8 +222,7 @@ def _prepare(
         plan,
         floats,
         addresses,
-        # Rows that are no sequence's, or are not in use, are not written; without a head of queries, none is.
-        bool(addresses) or 0 in (call.sizes.batch, call.sizes.num_heads),
+        0 in (call.sizes.batch, call.sizes.num_heads) or params.seqlen_q == params.seqlen_k == 0,
         bias_shape,
         bias,
         params.ordered,

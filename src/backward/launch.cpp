@@ -164,6 +164,14 @@ void check(Row const& row, BackwardParams const& p) {
   for (Operand const& x : all_operands(p)) check_aligned(row, x, p.batch, 16, c.element_bytes());
 }
 
+void launch_before(TileConfig const& c, BackwardParams const& p, int device, cudaStream_t stream) {
+  int64_t const tiles = int64_t(p.batch) * p.num_heads * ceil_div(p.seqlen_q, p.tile_m);
+  int64_t const blocks = tiles + rest_blocks(p);
+  if (blocks == 0) return;
+  Row const& before = helper(Family::backward_before, c.dtype, c.arch);
+  launch_kernel(before, grid_of(before, blocks), &p, device, stream);
+}
+
 void launch(Row const& row, BackwardParams const& params, int device, cudaStream_t stream) {
   if (row.family() == Family::backward_wide) return launch_backward_wide(row, params, device, stream);
   auto const& c = std::get<BackwardConfig>(row.config);
@@ -198,10 +206,7 @@ void launch(Row const& row, BackwardParams const& params, int device, cudaStream
   find_score_terms(p);
   if (p.dropout_threshold == 0) p.dropout_scale = 1.f;
   int64_t const sequences = int64_t(p.batch) * p.num_heads;
-  if (p.seqlen_q > 0) {
-    Row const& before = helper(Family::backward_before, c.dtype, c.arch);
-    launch_kernel(before, grid_of(before, sequences * ceil_div(p.seqlen_q, c.tile_m)), &p, device, stream);
-  }
+  launch_before(c, p, device, stream);
   if (p.seqlen_k > 0 && p.listed != nullptr) {
     Row const& lists = helper(Family::backward_lists, c.dtype, c.arch);
     launch_kernel(lists, grid_of(lists, listing), &p, device, stream);

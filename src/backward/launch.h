@@ -14,4 +14,7 @@ void check(Row const& row, BackwardParams const& p);
 /// more tiles than a grid holds.
 void launch(Row const& row, BackwardParams const& p, int device, cudaStream_t stream);
 
+/// The first of a backward's launches, for a row with such tiles; p has its workspace.
+void launch_before(TileConfig const& c, BackwardParams const& p, int device, cudaStream_t stream);
+
 }  // namespace cutlass_fmha

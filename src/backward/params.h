@@ -31,7 +31,7 @@ struct BackwardParams : AttentionParams {
   float const* dlse;  ///< as lse; null where LSE has no gradient
   // What nobody wants is null, and not computed, so far as nothing else needs it.
   void* dq;       ///< as q
-  void* dk;       ///< as k; rows that are no sequence's, and keys beyond those in use, are not written
+  void* dk;       ///< as k
   void* dv;       ///< as v
   float* dbias;   ///< added to; by dbias_stride, 0 where bias is broadcast
   float* dsinks;  ///< as sinks
@@ -174,6 +174,24 @@ FMHA_HOST_DEVICE constexpr int scores_matrix(int tile_m, int keys, int queries) 
 
 /// Query rows that a block of the last kernel turns into dQ.
 constexpr int kRowsAfter = 16;
+
+// Gradients of rows that are no sequence's, and of keys that are not in use, are zeros. A block of the first kernel
+// sees to so many rows, where there may be such.
+constexpr int kRestRows = 128;
+
+FMHA_HOST_DEVICE inline int64_t rest_blocks_of_queries(BackwardParams const& p) {
+  if (p.dq == nullptr || p.cu_seqlens_q == nullptr) return 0;
+  return ceil_div(int(p.lse_head_stride), kRestRows);  // a head of lse has the rows of all sequences
+}
+FMHA_HOST_DEVICE inline int64_t rows_of_keys(BackwardParams const& p) { return int64_t(p.entries_k) * p.rows_k; }
+/// Whether not all keys need be in use.
+inline bool keys_rest(BackwardParams const& p) {
+  return p.cu_seqlens_k != nullptr || p.seqused_k != nullptr || p.leftpad_k != nullptr;
+}
+inline int64_t rest_blocks(BackwardParams const& p) {
+  int64_t const of_keys = keys_rest(p) && (p.dk != nullptr || p.dv != nullptr) ? rows_of_keys(p) : 0;
+  return rest_blocks_of_queries(p) + (of_keys + kRestRows - 1) / kRestRows;
+}
 
 /// Where the first query tile of a sequence stands among those of a head.
 FMHA_HOST_DEVICE inline int64_t first_query_tile(FeatureParams const& p, Sequence const& s, int tile_m) {

@@ -1,5 +1,5 @@
 // What stands before and after the backward's main kernel: what it wants of each query row, with dQ's sums at zero, and
-// what becomes of these.
+// what becomes of these; zeros where no sequence is.
 #pragma once
 
 #include "../helpers/elements.cuh"
@@ -54,11 +54,67 @@ __device__ inline float block_sum(float x) {
   return sum;
 }
 
-/// A block has a tile of queries.
+/// The packed sequence that has a row, if one has.
+__device__ inline int sequence_of(int const* ends, int batch, int row) {
+  if (row >= ends[batch]) return -1;
+  int before = -1, behind = batch;
+  while (behind - before > 1) {
+    int const middle = (before + behind) / 2;
+    (ends[middle] <= row ? before : behind) = middle;
+  }
+  return before;
+}
+
+/// Of a row of a gradient, all heads, by a warp.
+template <class T>
+__device__ void write_zeros(void* tensor, Strides const& stride, int entry, int row, int heads, int head_dim) {
+  if (tensor == nullptr) return;
+  T* const to = static_cast<T*>(tensor) + entry * stride.batch + row * stride.seqlen;
+  int const chunks = head_dim / 8;
+  for (int i = threadIdx.x % 32; i < heads * chunks; i += 32) {
+    int const head = i / chunks;
+    Chunk<T, 8>{}.store(to + head * stride.head + (i - head * chunks) * 8);
+  }
+}
+
+/// Of kRestRows rows of dQ, or of dK and dV, those that are zeros: no other block writes them.
+template <class T>
+__device__ void backward_rest(BackwardParams const& p, int64_t number) {
+  int64_t const of_queries = rest_blocks_of_queries(p);
+  bool const queries = number < of_queries;
+  int const* const ends = queries ? p.cu_seqlens_q : p.cu_seqlens_k;
+  int64_t const rows_of_entry = queries ? p.lse_head_stride : p.rows_k;
+  int64_t const rows = queries ? rows_of_entry : rows_of_keys(p);
+  auto const is_rest = [&](int entry, int row) {
+    int const batch = ends == nullptr ? entry : sequence_of(ends, p.batch, row);
+    if (batch < 0) return true;
+    Sequence const s = sequence_at(p, batch);
+    int const own = row - (queries ? s.first_q : s.first_k);
+    return own < 0 || own >= (queries ? s.rows_q : s.keys);
+  };
+  static_assert(kRestRows == kHelperThreads);
+  int64_t const begin = (queries ? number : number - of_queries) * kRestRows, mine = begin + threadIdx.x;
+  bool const rests = mine < rows && is_rest(int(mine / rows_of_entry), int(mine % rows_of_entry));
+  int64_t row = begin + threadIdx.x / 32 * 32;
+  for (uint32_t rest = __ballot_sync(0xffffffffu, rests); rest != 0; rest >>= 1, ++row) {
+    if (rest % 2 == 0) continue;
+    int const entry = int(row / rows_of_entry), of_entry = int(row % rows_of_entry);
+    if (queries) {
+      write_zeros<T>(p.dq, p.dq_stride, entry, of_entry, p.num_heads, p.head_dim);
+    } else {
+      write_zeros<T>(p.dk, p.dk_stride, entry, of_entry, p.num_heads_kv, p.head_dim);
+      write_zeros<T>(p.dv, p.dv_stride, entry, of_entry, p.num_heads_kv, p.head_dim_v);
+    }
+  }
+}
+
+/// A block has a tile of queries, or some of the rows that are nobody's.
 template <class T>
 __device__ void backward_before(BackwardParams const& p) {
   meet_dependents();
   constexpr int kLanes = 8;  // of a row
+  int const tiles = p.batch * p.num_heads * ceil_div(p.seqlen_q, p.tile_m);
+  if (blockIdx.x >= tiles) return backward_rest<T>(p, blockIdx.x - tiles);
   QueryRows const rows(p, p.tile_m, blockIdx.x);
   Sequence const& s = rows.sequence;
   if (rows.begin >= s.rows_q) return;

@@ -1,5 +1,6 @@
 #include "launch.h"
 
+#include "../backward/launch.h"
 #include "../launch.h"
 #include "tile.h"
 
@@ -17,13 +18,7 @@ void launch_backward_wide(Row const& row, BackwardParams const& params, int devi
   if (p.dropout_threshold == 0) p.dropout_scale = 1.f;
   p.row_dim = 0;  // the workspace has no sums of dQ
   p.turns = nullptr;
-  if (p.seqlen_q > 0) {
-    BackwardParams terms = p;
-    terms.dq = nullptr;
-    Row const& before = helper(Family::backward_before, c.dtype, c.arch);
-    int64_t const tiles = int64_t(p.batch) * p.num_heads * ceil_div(p.seqlen_q, c.tile_m);
-    launch_kernel(before, grid_of(before, tiles), &terms, device, stream);
-  }
+  launch_before(c, p, device, stream);
   int64_t const blocks = wide_blocks(p, GradientOf::key, c.tile_m) + wide_blocks(p, GradientOf::value, c.tile_m) +
                          wide_blocks(p, GradientOf::query, c.tile_m);
   if (blocks > 0) launch_kernel(row, grid_of(row, blocks), &p, device, stream);
