@@ -112,7 +112,8 @@ __device__ void backward_rest(BackwardParams const& p, int64_t number) {
 template <class T>
 __device__ void backward_before(BackwardParams const& p) {
   meet_dependents();
-  constexpr int kLanes = 8;  // of a row
+  constexpr int kLanes = 8, kPass = kHelperThreads / kLanes;  // lanes of a row; rows of all threads
+  constexpr int kAhead = 8 / int(sizeof(T));                  // rows of a lane that are on their way at once
   int const tiles = p.batch * p.num_heads * ceil_div(p.seqlen_q, p.tile_m);
   if (blockIdx.x >= tiles) return backward_rest<T>(p, blockIdx.x - tiles);
   QueryRows const rows(p, p.tile_m, blockIdx.x);
@@ -128,24 +129,39 @@ __device__ void backward_before(BackwardParams const& p) {
   // A sink is a key without a value: dS of it is -P D.
   float const sink = p.dsinks == nullptr ? 0.f : p.sinks[rows.head];
   float of_sink = 0.f;
-  for (int row = threadIdx.x / kLanes; row < p.tile_m; row += kHelperThreads / kLanes) {
-    int const query = rows.begin + row;
-    float natural = INFINITY, lse = INFINITY, sum = 0.f;
-    if (query < s.queries) {
-      auto const* const o = static_cast<T const*>(p.o) + rows.offset(p.o_stride, query);
-      auto const* const dout = static_cast<T const*>(p.dout) + rows.offset(p.dout_stride, query);
-      for (int at = lane * 8; at < p.head_dim_v; at += kLanes * 8) {
-        sum += dot(Chunk<T, 8>::load(o + at), Chunk<T, 8>::load(dout + at));
+  int64_t const first_lse = s.batch * p.lse_batch_stride + rows.head * p.lse_head_stride + s.first_q;
+  auto const* const o = static_cast<T const*>(p.o) + rows.offset(p.o_stride, 0);
+  auto const* const dout = static_cast<T const*>(p.dout) + rows.offset(p.dout_stride, 0);
+  for (int first = threadIdx.x / kLanes; first < p.tile_m; first += kAhead * kPass) {
+    float sums_of[kAhead] = {}, natural_of[kAhead];
+    int const end = smaller(p.tile_m, s.queries - rows.begin);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      int const row = first + i * kPass;
+      natural_of[i] = row < end ? p.lse[first_lse + rows.begin + row] : INFINITY;
+    }
+    for (int at = lane * 8; at < p.head_dim_v; at += kLanes * 8) {
+      Chunk<T, 8> a[kAhead]{}, b[kAhead]{};
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (first + i * kPass >= end) break;
+        int64_t const query = rows.begin + first + i * kPass;
+        a[i] = Chunk<T, 8>::load(o + query * p.o_stride.seqlen + at);
+        b[i] = Chunk<T, 8>::load(dout + query * p.dout_stride.seqlen + at);
       }
-      int64_t const place = s.batch * p.lse_batch_stride + rows.head * p.lse_head_stride + s.first_q + query;
-      natural = p.lse[place];
-      lse = natural * kLog2e;
-      if (lse == -INFINITY) lse = INFINITY;
-      if (p.dlse != nullptr && lane == 0 && lse != INFINITY) sum -= p.dlse[place];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) sums_of[i] += dot(a[i], b[i]);
     }
 #pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (lane == 0) {
+    for (int i = 0; i < kAhead; ++i) {
+      int const row = first + i * kPass;
+      if (row >= p.tile_m) break;
+      float const natural = natural_of[i], lse = natural == -INFINITY ? INFINITY : natural * kLog2e;
+      float sum = sums_of[i];
+      if (p.dlse != nullptr && lane == 0 && lse != INFINITY) sum -= p.dlse[first_lse + rows.begin + row];
+#pragma unroll
+      for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+      if (lane > 0) continue;
       int const of_unit = row % p.unit;
       float* const unit = terms + kTermsOfQuery * (row - of_unit);
       unit[of_unit] = lse;
@@ -226,13 +242,25 @@ __device__ void backward_after(BackwardParams const& p) {
   if (rows.begin >= s.rows_q) return;
   int const tile = rows.begin / p.tile_m, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float const* const sums = p.dq_sums + rows.tile_number(p, tile) * p.tile_m * p.row_dim;
-  for (int column = 8 * warp; column < p.head_dim; column += 8 * (kHelperThreads / 32)) {
-    float4 const x = read_sums(sums + sum_offset(p.row_dim, rows.begin - tile * p.tile_m, column), lane);
-    int const row = lane / 4, at = column + lane % 4 * 2;
-    staged[row][at] = rounded<T>(x.x * p.scale);
-    staged[row][at + 1] = rounded<T>(x.y * p.scale);
-    staged[row + 8][at] = rounded<T>(x.z * p.scale);
-    staged[row + 8][at + 1] = rounded<T>(x.w * p.scale);
+  constexpr int kAhead = 4, kPass = 8 * (kHelperThreads / 32);  // pieces on their way at once; columns of all warps
+  for (int first = 8 * warp; first < p.head_dim; first += kAhead * kPass) {
+    float4 ahead[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      int const column = first + i * kPass;
+      if (column >= p.head_dim) break;
+      ahead[i] = read_sums(sums + sum_offset(p.row_dim, rows.begin - tile * p.tile_m, column), lane);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      int const row = lane / 4, at = first + i * kPass + lane % 4 * 2;
+      if (first + i * kPass >= p.head_dim) break;
+      float4 const x = ahead[i];
+      staged[row][at] = rounded<T>(x.x * p.scale);
+      staged[row][at + 1] = rounded<T>(x.y * p.scale);
+      staged[row + 8][at] = rounded<T>(x.z * p.scale);
+      staged[row + 8][at + 1] = rounded<T>(x.w * p.scale);
+    }
   }
   __syncthreads();
   int const chunks = p.head_dim / 8;
