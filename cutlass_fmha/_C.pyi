@@ -113,6 +113,9 @@ class Row:
     @property
     def groups(self) -> int:
         """Of warps, which divide the products of the same keys; 1: each warp has all of its own."""
+    @property
+    def tail(self) -> int:
+        """Last keys, up to so many, have a walk of their own, which is as much shorter; 0: none has."""
 
     # Of wide ones:
 

@@ -217,6 +217,7 @@ void bind_rows(py::module_& m) {
 
   attribute(c, "chunk", [](BackwardConfig const& config) { return config.chunk; });
   attribute(c, "groups", [](BackwardConfig const& config) { return config.groups; });
+  attribute(c, "tail", [](BackwardConfig const& config) { return config.tail; });
   attribute(c, "writes_scores", [](BackwardConfig const& config) { return config.writes_scores; });
 
   attribute(c, "accumulates", [](WideConfig const& config) { return config.accumulates(); });

@@ -183,6 +183,7 @@ fmha_backward("${TMA}"  "f16;bf16"  32       64     256    8     32    1      ra
 fmha_backward("89"      "f16;bf16"  64       64     256    8     16    1      ranges   cp_async_16)
 fmha_backward("89;120"  "f16;bf16"  64       64     128    8     64    1      ranges   cp_async_16)
 fmha_backward("90"      "f16;bf16"  64       64     192   12     32    3      ranges   tma          false         true          true     64)
+fmha_backward("90"      "f16;bf16"  64       64     128   12     32    3      ranges   tma          false         true          true)
 fmha_backward("120"     "f16;bf16"  64       64     256    8     16    1      ranges   tma)
 fmha_backward("89"      "f16;bf16"  96       64     128    8     64    1      ranges   cp_async_16)
 fmha_backward("90"      "f16;bf16"  96       64     128   12     32    3      ranges   tma          false         true          true)

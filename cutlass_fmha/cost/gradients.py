@@ -3,8 +3,8 @@ in memory and a product of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cutlass_fmha.cost.datasheet import PARAMETERS, figure
@@ -33,9 +33,10 @@ class GradientParameters:
     #: Of the time in which dS is written and read, what neither product hides.
     exposed: float = 0.6
     #: Of a block's steps, as many as its beginning and end take as long as; of a step's keys, as many as what it does
-    #: once, by architecture: D64 on emulated L4s and GeForces. sm_120's finds its lanes anew.
+    #: once: D64 on emulated L4s and GeForces. Groups of warps await each other: D64 on an H200.
     begin: float = 1.5
-    step: Mapping[int, int] = field(default_factory=lambda: {89: 8, 90: 8, 120: 28})
+    step: int = 8
+    step_of_groups: int = 88
 
 
 PARAMETERS_OF_GRADIENTS = GradientParameters()
@@ -77,6 +78,12 @@ def sums_us(row: Row, problem: Problem, device: Device) -> float:
 # Whole numbers are divided as such: sizes may be symbols of torch.compile.
 
 
+def _step(row: Row, keys: int) -> float:
+    """Of a walk with so many keys, keys that a step takes as long as."""
+    given = PARAMETERS_OF_GRADIENTS
+    return keys + (given.step_of_groups if row.groups > 1 else given.step)
+
+
 def _blocks(row: Row, problem: Problem, heads: int) -> int:
     return -(-problem.seqlen_k // row.tile_n) * heads
 
@@ -84,7 +91,7 @@ def _blocks(row: Row, problem: Problem, heads: int) -> int:
 def default_cost(row: Row, device: Device) -> RowCost:
     """What the blocks and steps of a row take on a GPU that was never measured, one block on an SM."""
     given = PARAMETERS_OF_GRADIENTS
-    scores = row.tile_m * (row.tile_n + given.step[row.arch])
+    scores = row.tile_m * _step(row, row.tile_n)
     step = _slower(row) * 2.0 * PRODUCTS * scores * row.head_dim / _sm_rate(row, device)
     return RowCost(PARAMETERS.launch_us, 0.0, 0.0, 0.0, given.begin * step, step, 0.0, 0.0)
 
@@ -92,16 +99,21 @@ def default_cost(row: Row, device: Device) -> RowCost:
 def longest(row: Row, problem: Problem, device: Device, price: RowCost) -> tuple[float, float]:
     """Blocks and steps that lie one after another until all walks have ended."""
     sms, (queries, keys), (left, right) = device.sm_count, _lengths(problem), _window(problem)
-    blocks = problem.batch * problem.num_heads_kv * -(-keys // row.tile_n)
+    heads, tiles = problem.batch * problem.num_heads_kv, -(-keys // row.tile_n)
+    # Last keys that a walk of its own takes.
+    short = heads if row.tail and tiles > 0 and keys - (tiles - 1) * row.tile_n <= row.tail else 0
+    blocks, of_short = heads * tiles - short, _step(row, row.tail) / _step(row, row.tile_n)
     walked = min(queries, left + right + row.tile_n) if left >= 0 and right >= 0 else queries
     whole = problem.num_heads // max(1, problem.num_heads_kv) * -(-walked // row.tile_m)
     edges = (left >= 0) + (right >= 0)
     if edges == 0:  # all blocks are alike
         waves = -(-blocks // sms)
+        beside = (waves * sms - blocks) * int(1.0 / of_short)
+        waves += of_short * -(-max(0, short - beside) // sms)
         return waves, waves * whole
     # At an edge half of a tile is computed for nothing.
     scores = visible_scores(problem) + edges * problem.batch * problem.num_heads * keys * row.tile_n / 2
-    shared, alone = (blocks / sms, scores / (row.tile_m * row.tile_n * sms)), (1.0, float(whole))
+    shared, alone = ((blocks + of_short * short) / sms, scores / (row.tile_m * row.tile_n * sms)), (1.0, float(whole))
     return max(shared, alone, key=lambda way: price.block * way[0] + price.step * way[1])
 
 

@@ -42,6 +42,8 @@ class Row:
     takes_features: bool
     scored: bool
     writes_scores: bool
+    groups: int
+    tail: int
     alignment: int
     element_bytes: int
     kv_warps: int

@@ -26,7 +26,7 @@ struct BackwardWalk : BackwardParts<C> {
   // What ptxas spills unless a step finds it anew: what is known of the walk, and where lanes read. With it, others
   // spill.
   static constexpr bool kReadsWalk = C.arch != 120 || C.head_dim != 128 || C.writes_scores || C.scored();
-  static constexpr bool kFindsLanes = (C.arch == 120) != (C.head_dim == 128) || C.scored();
+  static constexpr bool kFindsLanes = (C.arch == 120 ? C.keys_per_warp() == 32 : C.head_dim == 128) || C.scored();
 
   QueryWalk const walk;
   int const steps;  ///< of all heads
