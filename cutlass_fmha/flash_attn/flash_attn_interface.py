@@ -16,6 +16,7 @@ from cutlass_fmha.attention import attention
 from cutlass_fmha.contiguous import contiguous_rows, have_contiguous_rows
 from cutlass_fmha.dropout import dropout_mask
 from cutlass_fmha.kv_cache import with_kv_cache
+from cutlass_fmha.ops.attend_parts import attend_parts, write_gradients
 
 Side = int | Tensor
 Found = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -61,8 +62,8 @@ def flash_attn_qkvpacked_func(
 ) -> Found:
     """``flash_attn_func`` of [batch, seqlen, 3, num_heads, head_dim]."""
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    q, k, v = _parts("qkv", qkv, 2, 3)
-    return _attend(q, k, v, *given, deterministic, return_attn_probs, {})
+    check_parts("qkv", qkv, 2, 3)
+    return _attend_parts(qkv, 2, None, *given, deterministic, return_attn_probs, {})
 
 
 def flash_attn_kvpacked_func(
@@ -79,8 +80,8 @@ def flash_attn_kvpacked_func(
 ) -> Found:
     """``flash_attn_func`` with keys and values of [batch, seqlen_k, 2, num_heads_kv, head_dim]."""
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    k, v = _parts("kv", kv, 2, 2)
-    return _attend(q, k, v, *given, deterministic, return_attn_probs, {})
+    check_parts("kv", kv, 2, 2)
+    return _attend_parts(kv, 2, q, *given, deterministic, return_attn_probs, {})
 
 
 def flash_attn_varlen_func(
@@ -127,8 +128,8 @@ def flash_attn_varlen_qkvpacked_func(
     """``flash_attn_varlen_func`` of [total, 3, num_heads, head_dim]."""
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     lengths = _packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    q, k, v = _parts("qkv", qkv, 1, 3)
-    return _attend(q, k, v, *given, deterministic, return_attn_probs, lengths)
+    check_parts("qkv", qkv, 1, 3)
+    return _attend_parts(qkv, 1, None, *given, deterministic, return_attn_probs, lengths)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -150,8 +151,8 @@ def flash_attn_varlen_kvpacked_func(
     """``flash_attn_varlen_func`` with keys and values of [total_k, 2, num_heads_kv, head_dim]."""
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     lengths = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    k, v = _parts("kv", kv, 1, 2)
-    return _attend(q, k, v, *given, deterministic, return_attn_probs, lengths)
+    check_parts("kv", kv, 1, 2)
+    return _attend_parts(kv, 1, q, *given, deterministic, return_attn_probs, lengths)
 
 
 def flash_attn_with_kvcache(
@@ -313,7 +314,7 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: Tensor | None = None,
 ) -> Tensor:
-    """Gradients, copied to dq, dk and dv. The rows' sums of dout * out, which flash_attn returns, are empty.
+    """Gradients, written to dq, dk and dv. The rows' sums of dout * out, which flash_attn returns, are empty.
 
     rng_state: what the forward returned last; only with dropout_p.
     """
@@ -365,6 +366,22 @@ _without_gradients = torch.no_grad()(with_kv_cache)
 # ---- their words to ours -----------------------------------------------------------------------------------
 
 
+def _say(
+    said: dict[str, Any],
+    dropout_p: float,
+    window: Sequence[Side],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+) -> None:
+    """The same of what has no cache, too."""
+    _say_scores(said, window, softcap, alibi_slopes)
+    if dropout_p:
+        said["dropout_p"] = dropout_p
+    if deterministic:
+        said["deterministic"] = deterministic
+
+
 def _say_scores(said: dict[str, Any], window: Sequence[Side], softcap: float, alibi_slopes: Tensor | None) -> None:
     """Adds what of these is no default: each name costs host time."""
     if window != (-1, -1):
@@ -394,15 +411,35 @@ def _attend(
     if return_attn_probs:
         given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         return _with_state(q, k, v, *given, True, said)[:3]
-    _say_scores(said, window_size, softcap, alibi_slopes)
-    if dropout_p:
-        said["dropout_p"] = dropout_p
-    if deterministic:
-        said["deterministic"] = deterministic
+    _say(said, dropout_p, window_size, softcap, alibi_slopes, deterministic)
     if not have_contiguous_rows(q, k, v):
         q, k, v = map(contiguous_rows, "qkv", (q, k, v))
     found: Found = attention(q, k, v, scale=softmax_scale, causal=bool(causal), **said)
     return found
+
+
+def _attend_parts(
+    packed: Tensor,
+    dim: int,
+    query: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[Side],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+    said: dict[str, Any],
+) -> Found:
+    """``_attend`` of parts of a tensor, of which gradients are, too, parts of one."""
+    if packed.requires_grad and not return_attn_probs and torch.is_grad_enabled():
+        _say(said, dropout_p, window_size, softcap, alibi_slopes, deterministic)
+        found = attend_parts(packed, dim, query, softmax_scale, "bottom-right" if causal else "none", said)
+        if found is not None:
+            return found
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _attend(*(() if query is None else (query,)), *packed.unbind(dim), *given, said)  # type: ignore[arg-type]
 
 
 def _with_state(
@@ -460,13 +497,12 @@ def _write_gradients(
         if rng_state is None:
             raise ValueError("rng_state must be what the forward returned last, where dropout_p is not 0")
         said |= {"dropout_p": dropout_p, "dropout_seed": rng_state[:1]}
-    rows = [contiguous_rows(name, x) for name, x in zip(("dout", "q", "k", "v", "out"), tensors, strict=True)]
+    said |= {**lengths, "deterministic": deterministic}
+    names = ("dout", "q", "k", "v", "out")
+    dout, q, k, v, out = (contiguous_rows(name, x) for name, x in zip(names, tensors, strict=True))
     lse = softmax_lse.masked_fill(softmax_lse == math.inf, -math.inf)
-    given = (*rows, lse, None, softmax_scale, "bottom-right" if causal else "none")
-    found = torch.ops.cutlass_fmha.attend_backward(*given, **said, **lengths, deterministic=deterministic)
-    for place, gradient in zip(places, found, strict=False):
-        if place is not None:
-            place.copy_(gradient)
+    given = (dout, (q, k, v), out, lse, softmax_scale, "bottom-right" if causal else "none")
+    write_gradients(places, *given, said)
     return softmax_lse.new_empty(0)
 
 
@@ -491,11 +527,6 @@ def _packed(
     if seqused_k is not None:
         found["seqused_k"] = seqused_k
     return found
-
-
-def _parts(name: str, packed: Tensor, dim: int, count: int) -> Any:
-    check_parts(name, packed, dim, count)
-    return packed.unbind(dim)
 
 
 def check_parts(name: str, packed: Tensor, dim: int, count: int) -> None:

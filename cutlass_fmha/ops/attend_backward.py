@@ -108,7 +108,7 @@ def _problem(query: Tensor, features: Features, sizes: Sizes, causal: str) -> Pr
     return problem_of(sizes, features, check.dtype_name(query.dtype), causal, FULL_ALIGNMENT, runs=False)
 
 
-def _cuda(
+def launch(
     dout: Tensor,
     query: Tensor,
     key: Tensor,
@@ -120,13 +120,16 @@ def _cuda(
     causal: str,
     wanted: Sequence[bool] = QKV,
     row: str | None = None,
+    into: tuple[Tensor | None, ...] = (None,) * 5,
     **said: Any,
 ) -> Gradients:
+    """What the op is on a GPU. ``into``: tensors of the gradients' shapes that are written, of those that have one."""
     scale, _, _ = _checked(dout, query, key, value, output, softmax_lse, dlse, scale, causal, said)
     nothing = NO_FEATURES._asdict()
     asked = {name: x for name, x in said.items() if isinstance(x, Tensor) or x != nothing[name]}
     tensors = (query, key, value)
-    return gradients.launch(dout, tensors, output, softmax_lse, dlse, scale, causal, asked, tuple(wanted), row)
+    given = (dout, tensors, output, softmax_lse, dlse, scale, causal, asked, tuple(wanted), row)
+    return gradients.launch(*given, into=into)
 
 
 def _cpu(
@@ -146,7 +149,7 @@ def _cpu(
     scale, features, sizes = _checked(dout, query, key, value, output, softmax_lse, dlse, scale, causal, said)
     cpu.check_contents(query, key, features, sizes)
     if dispatcher.simulated():
-        return _cuda(dout, query, key, value, output, softmax_lse, dlse, scale, causal, wanted, row, **said)
+        return launch(dout, query, key, value, output, softmax_lse, dlse, scale, causal, wanted, row, **said)
     if row is not None:
         raise UnsupportedError(f"row {row} is a CUDA kernel, and the tensors are on the CPU")
     found = cpu.attend_backward(dout, dlse, query, key, value, output, softmax_lse, scale, causal, features, sizes)
@@ -182,7 +185,7 @@ def _fake(
     return _five(query, found)
 
 
-dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})
+dispatcher.register(SCHEMA, {"CUDA": launch, "CPU": _cpu, "fake": _fake})
 
 
 # ---- autograd ----------------------------------------------------------------------------------------------

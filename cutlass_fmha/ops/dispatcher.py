@@ -243,14 +243,18 @@ def simulated() -> bool:
 
 
 def anything_listens() -> bool:
-    """Whether something would see operators that are called: a mode, a transform, a trace, the profiler."""
+    """Whether something would see operators that are called: what may change them, or the profiler."""
+    return anything_changes() or private_torch.profiler._is_profiler_enabled
+
+
+def anything_changes() -> bool:
+    """Whether something may do another thing where operators are called: a mode, a transform, a trace."""
     return (
         private_torch.len_torch_function_stack() != 0
         or private_torch.len_torch_dispatch_stack() != 0
         or private_torch.peek_interpreter_stack() is not None
         or private_torch.get_tracing_state() is not None
         or private_torch.forward_ad._current_level >= 0
-        or private_torch.profiler._is_profiler_enabled
     )
 
 
