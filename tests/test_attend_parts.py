@@ -66,7 +66,8 @@ def test_gradients_are_written_where_they_belong(said: str, kind: str, varlen: b
         found = torch.autograd.grad(out, (packed, *query), dout)
     expected_out = usual(packed, query, lengths, options)
     expected = torch.autograd.grad(expected_out, (packed, *query), dout)
-    assert torch.equal(out, expected_out) and all(map(torch.equal, found, expected))
+    own = slice(2, 31) if varlen else slice(None)  # nobody writes the others
+    assert torch.equal(out[own], expected_out[own]) and all(map(torch.equal, found, expected))
     assert found[0].is_contiguous() and "_Parts" in out.grad_fn.name()
     if device == "cuda":  # the kernel's own stores
         places = launched.call_args.kwargs["into"][:3]
