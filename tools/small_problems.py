@@ -106,16 +106,18 @@ def _run(row: str | None, dtype: torch.dtype, small: list[Problem], product_erro
 
 
 def gradients(row: Any) -> Problems:
-    """More than one tile of keys and of queries, ragged; all that becomes of scores, dQ in turns."""
+    """More than one tile of keys and of queries, ragged; documents between rows that are nobody's; all that becomes of
+    scores, dQ in turns."""
+    packed = {"batch": 3, "packed_q": True, "packed_k": True, "used_k": True}
     scored = {"softcap": 9.0, "alibi": "h", "dropout": 0.3, "mask": ("qk", "plain"), "sinks": "normal"}
     more = (scored, {"bias": ("hqk", "same", "plain"), "blocks": (64, 64)})
     for n_q, n_k in ((300, 700), (700, 300)):
         dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim}
         problem = Problem(n_q, n_k, "bottom-right", batch=1, num_heads_kv=1, seed=n_q, **dims)
-        others = more if row.scored and row.family == "backward" else ()
+        others = (packed, *(more if row.scored and row.family == "backward" else ()))
         for one in (problem, *(replace(problem, **said) for said in others)):
             launch = BackwardLaunch.of(row, one, "cpu")
-            launch.deterministic = writes_scores(row) or one is not problem
+            launch.deterministic = writes_scores(row) or (one is not problem and row.scored)
             launch.run(gpu.device())
             launch.errors().check()
             assert launch.intact(), f"{row.name}: {one}: wrote beside its gradients"
