@@ -23,7 +23,8 @@ LONG, SHORT = 256, 128
 
 
 def row(name: str, dtype: str, tile_n: int, **changes) -> SimpleNamespace:
-    usual = {"family": "backward", "arch": 89, "head_dim": 64, "tile_m": 64, "scored": False, "writes_scores": False, "groups": 1, "tail": 0}
+    usual = {"family": "backward", "arch": 89, "head_dim": 64, "tile_m": 64, "groups": 1, "tail": 0}
+    usual |= {"scored": False, "writes_scores": False}
     return SimpleNamespace(name=name, dtype=dtype, tile_n=tile_n, smem_bytes=99000, alignment=16, **usual | changes)
 
 

@@ -107,9 +107,9 @@ def longest(row: Row, problem: Problem, device: Device, price: RowCost) -> tuple
     whole = problem.num_heads // max(1, problem.num_heads_kv) * -(-walked // row.tile_m)
     edges = (left >= 0) + (right >= 0)
     if edges == 0:  # all blocks are alike
-        waves = -(-blocks // sms)
-        beside = (waves * sms - blocks) * int(1.0 / of_short)
-        waves += of_short * -(-max(0, short - beside) // sms)
+        whole_blocks = -(-blocks // sms)
+        beside = (whole_blocks * sms - blocks) * int(1.0 / of_short)
+        waves = whole_blocks + of_short * -(-max(0, short - beside) // sms)
         return waves, waves * whole
     # At an edge half of a tile is computed for nothing.
     scores = visible_scores(problem) + edges * problem.batch * problem.num_heads * keys * row.tile_n / 2

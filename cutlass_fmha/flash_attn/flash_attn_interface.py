@@ -439,7 +439,8 @@ def _attend_parts(
         if found is not None:
             return found
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return _attend(*(() if query is None else (query,)), *packed.unbind(dim), *given, said)  # type: ignore[arg-type]
+    q, k, v = packed.unbind(dim) if query is None else (query, *packed.unbind(dim))
+    return _attend(q, k, v, *given, said)
 
 
 def _with_state(

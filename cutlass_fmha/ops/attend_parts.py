@@ -31,12 +31,14 @@ def write_gradients(
     causal: str,
     said: Mapping[str, Any],
 ) -> None:
-    """Those of a call of ``attend``, with autograd off. By kernels, without a copy where ``room`` is as they write it."""
+    """Those of a call of ``attend``, with autograd off; without a copy where ``room`` is as kernels write it."""
     wanted = (*(x is not None for x in room), False, False)
-    given = (dout, *tensors, output, lse, None, scale, causal)
+    q, k, v = tensors
+    given: tuple[Any, ...] = (dout, q, k, v, output, lse, None, scale, causal)
     inputs = [x for x in (*given, *said.values()) if isinstance(x, Tensor)]
     if _is_plain(*inputs, *room) and (tensors[0].is_cuda or dispatcher.simulated()) and _fits(room, tensors):
-        attend_backward.launch(*given, wanted, into=(*room, None, None), **said)
+        into = (*room, None, None)
+        attend_backward.launch(dout, q, k, v, output, lse, None, scale, causal, wanted, into=into, **said)
         return
     found = torch.ops.cutlass_fmha.attend_backward(*given, **said, wanted=wanted)
     for to, gradient in zip(room, found[:3], strict=True):
@@ -46,12 +48,13 @@ def write_gradients(
 
 def _fits(room: Room, tensors: Sequence[Tensor]) -> bool:
     """Whether kernels can write to it: whatever doesn't fit is copied to, or refused, as torch does."""
-    return all(
-        to is None
-        or (to.shape == x.shape and to.dtype == x.dtype and to.device == x.device and to.stride(-1) == 1)
-        and all(bytes_ % 16 == 0 for bytes_ in (to.data_ptr(), *(n * to.element_size() for n in to.stride()[:-1])))
-        for to, x in zip(room, tensors, strict=True)
-    )
+
+    def fits(to: Tensor, x: Tensor) -> bool:
+        same = to.shape == x.shape and to.dtype == x.dtype and to.device == x.device
+        steps = (to.data_ptr(), *(n * to.element_size() for n in to.stride()[:-1]))
+        return same and to.stride(-1) == 1 and all(step % 16 == 0 for step in steps)
+
+    return all(to is None or fits(to, x) for to, x in zip(room, tensors, strict=True))
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
@@ -85,7 +88,8 @@ def attend_parts(
         and all(x.stride(-1) == 1 for x in differentiable)
     ):
         return None
-    if private_torch.any_autocast_enabled() and any(autocast.dtype_of(x) not in (None, x.dtype) for x in differentiable):
+    casts = private_torch.any_autocast_enabled()
+    if casts and any(autocast.dtype_of(x) not in (None, x.dtype) for x in differentiable):
         return None
     with torch.no_grad():
         tensors = _parts(packed, dim, query)
@@ -98,8 +102,10 @@ def attend_parts(
 
 
 def _parts(packed: Tensor, dim: int, query: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (*(() if query is None else (query,)), *packed.unbind(dim))
-    return q, k, v
+    if query is None:
+        q, k, v = packed.unbind(dim)
+        return q, k, v
+    return query, *packed.unbind(dim)  # type: ignore[return-value]
 
 
 class _Parts(torch.autograd.Function):
@@ -132,7 +138,8 @@ class _Parts(torch.autograd.Function):
         dquery = None
         if query is not None and ctx.needs_input_grad[1]:
             dquery = torch.empty_like(query, memory_format=torch.contiguous_format)
-        room = (*(() if query is None else (dquery,)), *dpacked.unbind(ctx.dim))
+        room = dpacked.unbind(ctx.dim)
+        room = room if query is None else (dquery, *room)
         with workspace.inside(ctx.workspace):
             write_gradients(room, dout, tensors, out, lse, ctx.scale, ctx.causal, said)
         return dpacked, dquery, None, None, None, None
