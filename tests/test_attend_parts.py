@@ -13,6 +13,7 @@ from tensors import randn
 from torch import Tensor
 
 from cutlass_fmha import attention, flash_attn
+from cutlass_fmha.arguments import results
 from cutlass_fmha.flash_attn import flash_attn_interface
 from cutlass_fmha.launch import gradients
 
@@ -138,8 +139,20 @@ def test_other_calls_go_the_usual_way(monkeypatch: pytest.MonkeyPatch):
         call(packed, alibi_slopes=torch.ones(4, requires_grad=True))
 
 
+def test_room_that_something_else_lies_in_is_copied_to():
+    """Kernels write gradients while they read: q's own memory, say, or one tensor for two gradients."""
+    q, k, whole = randn(2, 5, 4, 16), randn(2, 5, 4, 16, seed=1), randn(2, 5, 3, 4, 16, seed=2)
+    assert results.are_apart([torch.empty_like(q), torch.empty_like(k)], [q, k])
+    assert results.are_apart(list(whole.unbind(2)), [q, k])
+    for written in ([q], [whole[:, :, 0], whole[:, :, 0]], [whole[:, :, :2], whole[:, :, 1:]]):
+        assert not results.are_apart(written, [q, k])
+    assert not results.are_apart([torch.empty(1, 1, 4, 16).expand(2, 5, 4, 16)], [q, k])
+
+
 @DEVICES
-@pytest.mark.parametrize("room", ["as it is written", "of rows that end apart", "of another dtype", "for k alone"])
+@pytest.mark.parametrize(
+    "room", ["as it is written", "q's own", "of rows that end apart", "of another dtype", "for k alone"]
+)
 def test_the_backward_that_others_call_writes_where_it_is_told(room: str, device: str, dtype: torch.dtype):
     q, k, v = (randn(2, 17, 4, 16, seed=n).to(device, dtype) for n in range(3))
     numbers = (0.0, 0.25, True, -1, -1, 0.0, None)
@@ -153,8 +166,10 @@ def test_the_backward_that_others_call_writes_where_it_is_told(room: str, device
     elif room == "for k alone":
         places[0] = places[2] = None
     dout = randn(*out.shape, seed=4).to(out)
-    flash_attn_interface._flash_attn_backward(dout, q, k, v, out, lse, *places, *numbers, True)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    if room == "q's own":
+        places[0] = q
+    flash_attn_interface._flash_attn_backward(dout, q, k, v, out, lse, *places, *numbers, True)
     same = attention(*leaves, causal=True, deterministic=True)
     for to, expected in zip(places, torch.autograd.grad(same, leaves, dout), strict=True):
         assert to is None or torch.equal(to, expected.to(to.dtype))

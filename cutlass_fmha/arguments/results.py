@@ -108,6 +108,16 @@ def check_apart(written: Sequence[Placed], read: Sequence[Placed]) -> None:
                 )
 
 
+def are_apart(written: Sequence[Tensor], read: Sequence[Tensor]) -> bool:
+    """Whether each may be written while the others are: none is expanded, or shares memory with another."""
+    of_written, of_read = ([("", x, extent(x)) for x in tensors] for tensors in (written, read))
+    try:
+        check_apart(of_written, of_read)
+    except ValueError:
+        return False
+    return not any(map(_overlaps_itself, written))
+
+
 def check_apart_before(to: Mapping[str, Tensor | None], read: Mapping[str, Tensor | None]) -> None:
     """The same before anything is done, under a caller's names, of tensors that have addresses."""
     given = [x for x in (*to.values(), *read.values()) if x is not None]

@@ -16,7 +16,7 @@ from cutlass_fmha.attention import attention
 from cutlass_fmha.contiguous import contiguous_rows, have_contiguous_rows
 from cutlass_fmha.dropout import dropout_mask
 from cutlass_fmha.kv_cache import with_kv_cache
-from cutlass_fmha.ops.attend_parts import attend_parts, write_gradients
+from cutlass_fmha.ops.attend_parts import attend_parts, parts_of, write_gradients
 
 Side = int | Tensor
 Found = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -63,7 +63,7 @@ def flash_attn_qkvpacked_func(
     """``flash_attn_func`` of [batch, seqlen, 3, num_heads, head_dim]."""
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     check_parts("qkv", qkv, 2, 3)
-    return _attend_parts(qkv, 2, None, *given, deterministic, return_attn_probs, {})
+    return _attend_parts(qkv, 2, None, (*given, deterministic, return_attn_probs), {})
 
 
 def flash_attn_kvpacked_func(
@@ -81,7 +81,7 @@ def flash_attn_kvpacked_func(
     """``flash_attn_func`` with keys and values of [batch, seqlen_k, 2, num_heads_kv, head_dim]."""
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     check_parts("kv", kv, 2, 2)
-    return _attend_parts(kv, 2, q, *given, deterministic, return_attn_probs, {})
+    return _attend_parts(kv, 2, q, (*given, deterministic, return_attn_probs), {})
 
 
 def flash_attn_varlen_func(
@@ -129,7 +129,7 @@ def flash_attn_varlen_qkvpacked_func(
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     lengths = _packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     check_parts("qkv", qkv, 1, 3)
-    return _attend_parts(qkv, 1, None, *given, deterministic, return_attn_probs, lengths)
+    return _attend_parts(qkv, 1, None, (*given, deterministic, return_attn_probs), lengths)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -152,7 +152,7 @@ def flash_attn_varlen_kvpacked_func(
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     lengths = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_parts("kv", kv, 1, 2)
-    return _attend_parts(kv, 1, q, *given, deterministic, return_attn_probs, lengths)
+    return _attend_parts(kv, 1, q, (*given, deterministic, return_attn_probs), lengths)
 
 
 def flash_attn_with_kvcache(
@@ -419,28 +419,18 @@ def _attend(
 
 
 def _attend_parts(
-    packed: Tensor,
-    dim: int,
-    query: Tensor | None,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Sequence[Side],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    return_attn_probs: bool,
-    said: dict[str, Any],
+    packed: Tensor, dim: int, query: Tensor | None, given: tuple[Any, ...], said: dict[str, Any]
 ) -> Found:
-    """``_attend`` of parts of a tensor, of which gradients are, too, parts of one."""
+    """``_attend`` of parts of a tensor, of which gradients are, too, parts of one. ``given``: its arguments."""
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = given
     if packed.requires_grad and not return_attn_probs and torch.is_grad_enabled():
         _say(said, dropout_p, window_size, softcap, alibi_slopes, deterministic)
         found = attend_parts(packed, dim, query, softmax_scale, "bottom-right" if causal else "none", said)
         if found is not None:
             return found
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    q, k, v = packed.unbind(dim) if query is None else (query, *packed.unbind(dim))
-    return _attend(q, k, v, *given, said)
+    q, k, v = parts_of(packed, dim, query)
+    scores = (window_size, softcap, alibi_slopes)
+    return _attend(q, k, v, dropout_p, softmax_scale, causal, *scores, deterministic, return_attn_probs, said)
 
 
 def _with_state(

@@ -193,6 +193,15 @@ dispatcher.register(SCHEMA, {"CUDA": launch, "CPU": _cpu, "fake": _fake})
 NAMES = tuple(name for _, name, _ in SAID)
 
 
+def keep_features(ctx: Any, features: Mapping[str, Any], device: torch.device) -> None:
+    """What a backward needs of a call besides the tensors that are saved: ``names`` of those that are features."""
+    ctx.names = tuple(dispatcher.tensors_of(features))
+    ctx.said = {name: x for name, x in features.items() if not isinstance(x, Tensor) and name in NAMES}
+    if torch.get_deterministic_debug_mode() == 2:  # what is not deterministic is an error
+        ctx.said["deterministic"] = True
+    ctx.workspace = workspace.in_use(device)
+
+
 class _Attend(dispatcher.Differentiable):
     """``forward`` or ``attend``, whose LSE is kept: no probability is."""
 
@@ -221,12 +230,8 @@ class _Attend(dispatcher.Differentiable):
         _, _, query, key, value, ctx.scale, ctx.causal, _, features, *given = inputs
         out, lse = output
         ctx.save_for_backward(query, key, value, out, lse, *given)
-        ctx.names = tuple(name for name, x in features.items() if isinstance(x, Tensor))
-        ctx.said = {name: x for name, x in features.items() if not isinstance(x, Tensor) and name in NAMES}
-        if torch.get_deterministic_debug_mode() == 2:  # what is not deterministic is an error
-            ctx.said["deterministic"] = True
+        keep_features(ctx, features, query.device)
         ctx.set_materialize_grads(False)
-        ctx.workspace = workspace.in_use(query.device)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha import autocast, private_torch
+from cutlass_fmha.arguments import results
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.call import call_attention
 from cutlass_fmha.launch import workspace
@@ -30,13 +31,18 @@ def write_gradients(
     scale: float,
     causal: str,
     said: Mapping[str, Any],
+    new: bool = False,
 ) -> None:
-    """Those of a call of ``attend``, with autograd off; without a copy where ``room`` is as kernels write it."""
+    """Those of a call of ``attend``, with autograd off; without a copy where ``room`` is as kernels write it.
+
+    ``new``: nothing else lies there, and it is no tensor's twice.
+    """
     wanted = (*(x is not None for x in room), False, False)
     q, k, v = tensors
     given: tuple[Any, ...] = (dout, q, k, v, output, lse, None, scale, causal)
     inputs = [x for x in (*given, *said.values()) if isinstance(x, Tensor)]
-    if _is_plain(*inputs, *room) and (tensors[0].is_cuda or dispatcher.simulated()) and _fits(room, tensors):
+    by_kernels = _is_plain(*inputs, *room) and (tensors[0].is_cuda or dispatcher.simulated()) and _fits(room, tensors)
+    if by_kernels and (new or results.are_apart([x for x in room if x is not None], inputs)):
         into = (*room, None, None)
         attend_backward.launch(dout, q, k, v, output, lse, None, scale, causal, wanted, into=into, **said)
         return
@@ -92,7 +98,7 @@ def attend_parts(
     if casts and any(autocast.dtype_of(x) not in (None, x.dtype) for x in differentiable):
         return None
     with torch.no_grad():
-        tensors = _parts(packed, dim, query)
+        tensors = parts_of(packed, dim, query)
     said = op_arguments(tensors[0], features, "q")
     if attend_backward.refusal(*tensors, causal, said):
         return None  # whose sentence is the usual call's
@@ -101,7 +107,7 @@ def attend_parts(
     return found
 
 
-def _parts(packed: Tensor, dim: int, query: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def parts_of(packed: Tensor, dim: int, query: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     if query is None:
         q, k, v = packed.unbind(dim)
         return q, k, v
@@ -114,21 +120,17 @@ class _Parts(torch.autograd.Function):
         ctx: Any, packed: Tensor, query: Tensor | None, dim: int, scale: float, causal: str, said: dict[str, Any]
     ) -> Tensor:
         names = ("q", "k", "v")
-        out, lse = call_attention(*_parts(packed, dim, query), scale, causal, True, "bshd", None, names, said)
-        tensors = dispatcher.tensors_of(said)
-        ctx.save_for_backward(packed, query, out, lse, *tensors.values())
-        ctx.names, ctx.dim, ctx.scale, ctx.causal = tuple(tensors), dim, scale, causal
-        ctx.said = {name: x for name, x in said.items() if name not in tensors}
-        if torch.get_deterministic_debug_mode() == 2:  # what is not deterministic is an error
-            ctx.said["deterministic"] = True
-        ctx.workspace = workspace.in_use(packed.device)
+        out, lse = call_attention(*parts_of(packed, dim, query), scale, causal, True, "bshd", None, names, said)
+        ctx.save_for_backward(packed, query, out, lse, *dispatcher.tensors_of(said).values())
+        ctx.dim, ctx.scale, ctx.causal = dim, scale, causal
+        attend_backward.keep_features(ctx, said, packed.device)
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         packed, query, out, lse, *given = ctx.saved_tensors
         said = {**ctx.said, **dict(zip(ctx.names, given, strict=True))}
-        dout, tensors = dispatcher.rows_of_gradient(dout), _parts(packed, ctx.dim, query)
+        dout, tensors = dispatcher.rows_of_gradient(dout), parts_of(packed, ctx.dim, query)
         if torch.is_grad_enabled():  # the op says that it has no gradient of its own
             all_of = torch.ops.cutlass_fmha.attend_backward
             *dquery, dk, dv = all_of(dout, *tensors, out, lse, None, ctx.scale, ctx.causal, **said)[:3]
@@ -141,5 +143,5 @@ class _Parts(torch.autograd.Function):
         room = dpacked.unbind(ctx.dim)
         room = room if query is None else (dquery, *room)
         with workspace.inside(ctx.workspace):
-            write_gradients(room, dout, tensors, out, lse, ctx.scale, ctx.causal, said)
+            write_gradients(room, dout, tensors, out, lse, ctx.scale, ctx.causal, said, new=True)
         return dpacked, dquery, None, None, None, None
