@@ -1,8 +1,8 @@
 """``python -m cutlass_fmha.bench.beside``: norms, gated units and rotary beside torch's and others'.
 
 The share is the time of a copy that moves as many bytes as the call must, in the same run, over the call's. A
-backward's time is that of both passes less the forward's, in a graph each. Append: against three launches of
-ours, to contiguous and to paged caches. On a CPU times are those of the wall, and say nothing of a GPU.
+backward is timed alone, in a graph as the forward is. Append: against three launches of ours, to contiguous and
+to paged caches. On a CPU times are those of the wall, and say nothing of a GPU.
 """
 
 from __future__ import annotations
@@ -148,10 +148,30 @@ OPS = {
 }  # fmt: skip
 
 
+class Backward:
+    """A function's gradients, each time of what its forward kept once."""
+
+    def __init__(self, function: Function, inputs: list[Tensors], tables: int) -> None:
+        self.function, self.inputs, self.tables = function, inputs, tables
+        self.kept: dict[int, tuple[Tensors, list[Tensor]]] = {}
+
+    def prepare(self, number: int) -> None:
+        """On the stream that the calls then go to: gradients are computed where the forward was. Of leaves of its own:
+        one that another stream has met is waited for."""
+        last = len(self.inputs[number]) - self.tables
+        tensors = tuple(x.detach().requires_grad_(n < last) for n, x in enumerate(self.inputs[number]))
+        self.kept[number] = _results(self.function(*tensors)), list(tensors[:last])
+
+    def __call__(self, number: int) -> object:
+        results, wanted = self.kept[number]
+        return torch.autograd.grad(results, wanted, [x.detach() for x in results], retain_graph=True)
+
+
 def functions(op: Op) -> tuple[dict[str, Function], dict[str, str]]:
     """By name, ours first, and why a peer that is here has none."""
     found: dict[str, Function] = {OURS: op.ours, TORCH: op.torch}
     if torch.cuda.is_available():
+        torch._functorch.config.donated_buffer = False  # what a forward kept serves each time
         torch.compiler.reset()  # a kernel for each size, and torch makes no more than eight of a function
         found[COMPILED] = torch.compile(op.torch, fullgraph=True, dynamic=False)
     refused = {}
@@ -179,6 +199,9 @@ def times(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Microseconds of a call, by contender in turns, and why there are none."""
     if not cuda:
+        for call in calls.values():
+            if isinstance(call, Backward):
+                call.prepare(0)
         return wall_times({name: partial(call, 0) for name, call in calls.items()}, "cpu", budget_s), {}
     made = {name: _timer(name, call, sets) for name, call in calls.items()}
     timers = {name: timer for name, timer in made.items() if isinstance(timer, GraphTimer)}
@@ -188,7 +211,7 @@ def times(
 
 def _timer(name: str, call: Callable[[int], object], sets: int) -> GraphTimer | str:
     try:
-        return GraphTimer(call, sets)
+        return GraphTimer(call, sets, call.prepare if isinstance(call, Backward) else None)
     except Exception as error:
         if name == OURS:
             raise
@@ -223,21 +246,12 @@ def measure(name: str, size: int, device: torch.device, budget_s: float) -> dict
     sets = input_sets(of_each, l2)
     inputs = [op.make(size // dtype.itemsize, device, dtype) for _ in range(sets)]
     tables = 2 if op.make.__qualname__.startswith("_heads") else 0  # cos and sin
-    with_gradients = [
-        tuple(x.detach().requires_grad_(n < len(each) - tables) for n, x in enumerate(each)) for each in inputs
-    ]
     of_tables = sum(x.nbytes for x in inputs[0][len(inputs[0]) - tables :])
     forward_bytes, backward_bytes = op.moved(max(inputs[0][0].nbytes, 1))
     moved = (forward_bytes + of_tables, backward_bytes and backward_bytes + of_tables)
     found, refused = functions(op)
     case: dict[str, Any] = {"op": name, "bytes": inputs[0][0].nbytes, "moved": moved, "refused": refused}
     case["error"] = error(op, op.ours, inputs[0])
-
-    def both(function: Function, number: int) -> object:
-        tensors = with_gradients[number]
-        results = _results(function(*tensors))
-        wanted = [x for x in tensors if x.requires_grad]
-        return torch.autograd.grad(results, wanted, [x.detach() for x in results])
 
     def forward(function: Function, number: int) -> object:
         with torch.no_grad():
@@ -248,11 +262,11 @@ def measure(name: str, size: int, device: torch.device, budget_s: float) -> dict
     case["forward_us"], why = times(calls, sets, cuda, budget_s)
     refused |= {f"{n}, forward": reason for n, reason in why.items()}
     if moved[1] is not None:
-        calls = {n: partial(both, f) for n, f in found.items() if n in case["forward_us"] and n != "flashinfer"}
-        copied, more = {COPY: _copy(moved[1], sets, device)}, times(calls, sets, cuda, budget_s)
-        case["backward_us"] = {n: us - case["forward_us"][n] for n, us in more[0].items()}
-        case["backward_us"] |= times(dict(copied), sets, cuda, budget_s / 2)[0]
-        refused |= {f"{n}, backward": reason for n, reason in more[1].items()}
+        wanted = [n for n in found if n in case["forward_us"] and n != "flashinfer"]
+        calls = {n: Backward(found[n], inputs, tables) for n in wanted}
+        calls[COPY] = _copy(moved[1], sets, device)
+        case["backward_us"], why = times(calls, sets, cuda, budget_s)
+        refused |= {f"{n}, backward": reason for n, reason in why.items()}
     return case
 
 

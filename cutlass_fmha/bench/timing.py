@@ -76,15 +76,18 @@ class GraphTimer:
     """A CUDA graph of calls over rotating inputs and the times of its replays.
 
     Capturing takes the host out of the figure: it is what the GPU needs per call, kernel launches included.
+    prepare: called once for each set before all else, on the stream of the calls.
     """
 
-    def __init__(self, call: Call, sets: int) -> None:
+    def __init__(self, call: Call, sets: int, prepare: Call | None = None) -> None:
         self.samples_us: list[float] = []
         # A graph keeps neither the tensors that it reads nor the modules that torch.compile loaded.
         self.keeps_alive = call
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            for number in range(sets if prepare else 0):
+                prepare(number)
             for number in range(WARMUP_CALLS):
                 call(number % sets)
             # With the host's part: this only decides how many calls a graph gets.
