@@ -80,7 +80,7 @@ def line_up(
             found[CAUSAL] = contender(flash_op(case.plain, {}), case.plain, checked=False)
         return found
     found = {OURS: contender(ours(case, row))}
-    if case.memory_bound:
+    if case.memory_bound and case.seqlen_k % PAGES["paged"] == 0:
         found["paged"] = of(paged(case, inputs, PAGES["paged"]))
     # fp32 and large head dims are beyond the other two.
     of_group = ["efficient"] if case.group == "wide" else peers
