@@ -86,8 +86,9 @@ class GraphTimer:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for number in range(sets if prepare else 0):
-                prepare(number)
+            if prepare is not None:
+                for number in range(sets):
+                    prepare(number)
             for number in range(WARMUP_CALLS):
                 call(number % sets)
             # With the host's part: this only decides how many calls a graph gets.
