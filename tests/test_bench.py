@@ -116,6 +116,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake_gpu")
 @pytest.mark.parametrize(("case", "others"), [
     (SMALL, ["flash"]), (replace(DECODE, seqlen_k=256), ["paged", "flash", "copy"]),
+    (replace(DECODE, seqlen_k=250), ["flash", "copy"]),  # no whole pages
     (PACKED, []), (replace(PACKED, causal=True), []), (replace(SMALL, group="ranges", used=(40, 30)), ["plain"]),
     (replace(PACKED, group="paged", causal=True, seqlen_k=256, used=(60, 256, 41)), list(contenders.PAGES)),
 ])  # fmt: skip

@@ -194,14 +194,16 @@ def test_keys_are_split_where_that_fills_the_gpu():
 
 def test_parts_are_those_that_were_the_fastest_on_an_h200():
     rows = [row for row in resources.whole_table() if row.family == "few_query_scored" and row.arch == 90]
-    for batch, heads, heads_kv, keys, head_dim, splits in (
-        *((16, 32, 32, 2048, 128, 2), (32, 32, 32, 2048, 128, 1), (1, 32, 32, 32768, 128, 4)),
-        *((1, 32, 8, 32768, 128, 16), (64, 32, 8, 4096, 64, 1), (32, 16, 16, 8192, 64, 1)),
-        *((1, 8, 1, 16384, 256, 64), (32, 16, 16, 1024, 256, 2)),
+    for batch, heads, heads_kv, keys, head_dim, warps, splits in (
+        *((16, 32, 32, 2048, 128, 4, 3), (32, 32, 32, 2048, 128, 4, 1), (1, 32, 32, 32768, 128, 4, 4)),
+        *((1, 32, 8, 32768, 128, 4, 16), (64, 32, 8, 4096, 64, 4, 1), (32, 16, 16, 8192, 64, 4, 1)),
+        *((1, 8, 1, 16384, 256, 2, 64), (8, 32, 8, 8192, 128, 4, 2)),
+        *((16, 32, 32, 2048, 128, 2, 1), (64, 32, 8, 1000, 128, 2, 1), (32, 16, 16, 512, 64, 2, 1)),
+        (8, 32, 8, 8192, 128, 2, 4),  # two warps alone can't take what an SM can
     ):
-        row = next(row for row in rows if row.head_dim == row.head_dim_v == head_dim)
+        found = (row for row in rows if (row.head_dim, row.head_dim_v, row.warps) == (head_dim, head_dim, warps))
         problem = Problem(batch, 1, keys, heads, heads_kv, head_dim, "float16")
-        assert blocks.split_keys(row, problem, PRESETS["h200"]) == splits
+        assert blocks.split_keys(next(found), problem, PRESETS["h200"]) == splits
     # They need a bounded workspace, and a second launch.
     for seqlen_q in (512, 64 * 1024):
         problem = Problem(1, seqlen_q, 2**20, 128, 128, 64, "float16")

@@ -391,7 +391,8 @@ def _splits(walk: int, blocks: int, sm_count: int, places: int, warps: int, most
         part = -(-walk // splits)
         # What waits for memory loses little where SMs have unequal numbers of blocks, if none is left alone.
         of_one = -(-launched // sm_count)
-        longest = max(blocks * walk / sm_count, of_one * part / min(ALONE, of_one * warps * OF_A_WARP))
+        all_steps = blocks * walk if of_one > 1 else launched * part  # of blocks with an SM each, all await the longest
+        longest = max(all_steps / sm_count, of_one * part / min(ALONE, of_one * warps * OF_A_WARP))
         # By places that the last wave leaves idle: the memory serves the others hardly faster.
         idle = -launched % places / places if launched > places else 0
         tail = part * idle / 2
