@@ -204,6 +204,9 @@ def test_parts_are_those_that_were_the_fastest_on_an_h200():
         found = (row for row in rows if (row.head_dim, row.head_dim_v, row.warps) == (head_dim, head_dim, warps))
         problem = Problem(batch, 1, keys, heads, heads_kv, head_dim, "float16")
         assert blocks.split_keys(next(found), problem, PRESETS["h200"]) == splits
+    # Where memory is slower, two warps can take all that an SM is for.
+    slow = next(row for row in resources.whole_table() if row.name == "fwd_sm89_f16_d128_m16n16w2k2_scored")
+    assert blocks.split_keys(slow, Problem(7, 1, 8192, 32, 8, 128, "float16"), L4) == 1  # 56 blocks, 58 SMs
     # They need a bounded workspace, and a second launch.
     for seqlen_q in (512, 64 * 1024):
         problem = Problem(1, seqlen_q, 2**20, 128, 128, 64, "float16")

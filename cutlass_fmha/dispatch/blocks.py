@@ -34,9 +34,11 @@ WORTH_PACKING = 0.9
 MAX_SPLITS = 64
 MAX_PARTIAL_BYTES = 2**26
 """Of the outputs of all parts, float32."""
-ALONE, OF_A_WARP = 1.25, 0.33
-"""How much more than its share of the memory's bandwidth an SM can take where others are idle, and how much of it a
-warp can (H200: 64 blocks of four warps at 1.31 of it each, of two at 0.73)."""
+ALONE = 1.25
+"""How much more than its share of the memory's bandwidth an SM can take where others are idle."""
+OF_A_WARP = {(9, 0): 0.33}
+"""How much of that share a warp can take, by capability, where memory is fast (H200: 64 blocks of four warps at 1.31 of
+it each, of two at 0.73). Elsewhere one warp can take all of it."""
 SHORT_BLOCK_STEPS = 0.35
 """What a block costs its SM outside the main loop while others go on, in steps of it."""
 ENOUGH_WAVES = 2
@@ -376,11 +378,12 @@ def _split_keys(row: Row, problem: Problem, device: Device, pack: int) -> int:
     part_bytes = 4 * problem.batch * problem.num_heads * problem.seqlen_q * problem.value_dim
     walk = _walk(row, problem, pack)(2 * (tiles - 1))
     most = min(MAX_SPLITS, walk, MAX_PARTIAL_BYTES // max(1, part_bytes))
-    return 1 if most < 2 else _splits(walk, blocks, device.sm_count, places, row.warps, most)
+    of_block = row.warps * OF_A_WARP.get(device.capability, ALONE)
+    return 1 if most < 2 else _splits(walk, blocks, device.sm_count, places, of_block, most)
 
 
 @functools.lru_cache(4096)
-def _splits(walk: int, blocks: int, sm_count: int, places: int, warps: int, most: int) -> int:
+def _splits(walk: int, blocks: int, sm_count: int, places: int, of_block: float, most: int) -> int:
     """Of 1 to ``most`` parts of a walk the number with the shortest way through a launch of so many walks."""
     best, best_steps, splits = 1, math.inf, 1
     while splits <= most:
@@ -392,7 +395,7 @@ def _splits(walk: int, blocks: int, sm_count: int, places: int, warps: int, most
         # What waits for memory loses little where SMs have unequal numbers of blocks, if none is left alone.
         of_one = -(-launched // sm_count)
         all_steps = blocks * walk if of_one > 1 else launched * part  # of blocks with an SM each, all await the longest
-        longest = max(all_steps / sm_count, of_one * part / min(ALONE, of_one * warps * OF_A_WARP))
+        longest = max(all_steps / sm_count, of_one * part / min(ALONE, of_one * of_block))
         # By places that the last wave leaves idle: the memory serves the others hardly faster.
         idle = -launched % places / places if launched > places else 0
         tail = part * idle / 2
