@@ -25,7 +25,7 @@ from cutlass_fmha.demo.measure import wall_times
 from . import kept
 from .report import table
 from .runner import first_sentence
-from .timing import GraphTimer, input_sets, time_interleaved
+from .timing import Call, GraphTimer, input_sets, time_interleaved
 
 Tensors = tuple[Tensor, ...]
 Function = Callable[..., Any]
@@ -194,24 +194,22 @@ def _peer(module: str, build: Callable[[Any], Function]) -> Function | str | Non
         return first_sentence(error)
 
 
-def times(
-    calls: dict[str, Callable[[int], object]], sets: int, cuda: bool, budget_s: float
-) -> tuple[dict[str, float], dict[str, str]]:
+def times(calls: dict[str, Call], sets: int, cuda: bool, budget_s: float) -> tuple[dict[str, float], dict[str, str]]:
     """Microseconds of a call, by contender in turns, and why there are none."""
+    prepares = {name: call.prepare for name, call in calls.items() if isinstance(call, Backward)}
     if not cuda:
-        for call in calls.values():
-            if isinstance(call, Backward):
-                call.prepare(0)
+        for prepare in prepares.values():
+            prepare(0)
         return wall_times({name: partial(call, 0) for name, call in calls.items()}, "cpu", budget_s), {}
-    made = {name: _timer(name, call, sets) for name, call in calls.items()}
+    made = {name: _timer(name, call, sets, prepares.get(name)) for name, call in calls.items()}
     timers = {name: timer for name, timer in made.items() if isinstance(timer, GraphTimer)}
     found = {name: timing.p50_us for name, timing in time_interleaved(timers, budget_s).items()}
     return found, {name: why for name, why in made.items() if isinstance(why, str)}
 
 
-def _timer(name: str, call: Callable[[int], object], sets: int) -> GraphTimer | str:
+def _timer(name: str, call: Call, sets: int, prepare: Call | None) -> GraphTimer | str:
     try:
-        return GraphTimer(call, sets, call.prepare if isinstance(call, Backward) else None)
+        return GraphTimer(call, sets, prepare)
     except Exception as error:
         if name == OURS:
             raise
@@ -219,7 +217,7 @@ def _timer(name: str, call: Callable[[int], object], sets: int) -> GraphTimer | 
         return first_sentence(error)
 
 
-def _copy(moved: int, sets: int, device: torch.device) -> Callable[[int], object]:
+def _copy(moved: int, sets: int, device: torch.device) -> Call:
     source, target = (torch.zeros(sets, max(1, moved // 2), dtype=torch.uint8, device=device) for _ in range(2))
     return lambda number: target[number].copy_(source[number])
 
@@ -257,7 +255,7 @@ def measure(name: str, size: int, device: torch.device, budget_s: float) -> dict
         with torch.no_grad():
             return function(*inputs[number])
 
-    calls: dict[str, Callable[[int], object]] = {n: partial(forward, f) for n, f in found.items()}
+    calls: dict[str, Call] = {n: partial(forward, f) for n, f in found.items()}
     calls[COPY] = _copy(moved[0], sets, device)
     case["forward_us"], why = times(calls, sets, cuda, budget_s)
     refused |= {f"{n}, forward": reason for n, reason in why.items()}
